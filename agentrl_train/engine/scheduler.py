@@ -1,4 +1,4 @@
-"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing, drafts and sampling."""
+"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing and drafts."""
 
 from __future__ import annotations
 
@@ -12,76 +12,9 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.reuse import Drafts, PrefixIndex
+from agentrl_train.engine.sampling import Truncation, sample
 from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import Completion, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truncation:
-    """The limits of ``SamplingParams`` on the tokens that may be sampled, [rows] each."""
-
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
-
-    @classmethod
-    def of(cls, requested: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
-        """Return the limits of these rows, or None where none of them has any."""
-        if all(one.top_p == 1.0 and one.top_k == 0 and one.min_p == 0.0 for one in requested):
-            return None
-        return cls(
-            top_p=torch.tensor([one.top_p for one in requested], device=device),
-            top_k=torch.tensor([one.top_k for one in requested], device=device),
-            min_p=torch.tensor([one.min_p for one in requested], device=device),
-        )
-
-    def apply(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocabulary] that are -inf for the tokens that are left out.
-
-        In the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of what these leave. The most probable
-        token is always kept.
-        """
-        ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-        out = ordered < ordered[:, :1] + self.min_p.log()[:, None]
-        ranks = torch.arange(scaled.shape[-1], device=scaled.device)
-        out |= (ranks >= self.top_k[:, None]) & (self.top_k > 0)[:, None]
-        probabilities = ordered.masked_fill(out, -torch.inf).softmax(dim=-1, dtype=torch.float64)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        out |= (before >= self.top_p[:, None]) & (self.top_p < 1.0)[:, None]
-        return scaled.masked_fill(out.scatter(-1, tokens, out), -torch.inf)
-
-
-def sample(
-    logits: torch.Tensor,
-    *,
-    temperatures: torch.Tensor,
-    uniforms: torch.Tensor,
-    truncation: Truncation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row by inverse transform sampling.
-
-    The sample of a row depends only on its own uniform number, not on the rest of the batch.
-
-    Args:
-        logits: [rows, vocabulary].
-        temperatures: [rows]; 0 is greedy, and the log-probability is then that of temperature 1.
-        uniforms: [rows], in [0, 1).
-        truncation: which tokens are left out.
-
-    Returns:
-        Token ids [rows] and their log-probabilities [rows], float32, among the tokens that are kept.
-    """
-    greedy = temperatures == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
-    if truncation is not None:
-        scaled = truncation.apply(scaled)
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # float32 loses the tail
-    targets = uniforms[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
-    tokens = torch.where(greedy, scaled.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
-
 
 PASS_TOKENS = 4096
 """Token budget of a pass; sequences beyond it wait for the next one."""

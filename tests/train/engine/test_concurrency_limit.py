@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_train.engine.concurrency_limit import CUT, GROWTH, HIGH, LOW, ConcurrencyLimit, next_limit
+from agentrl_train.engine.replica_supervisor import CUT, GROWTH, HIGH, LOW, ConcurrencyLimit, next_limit
 
 
 @given(limit=st.floats(1, 64), kv_usage=st.floats(0, 1), preempted=st.booleans(), saturated=st.booleans())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentrl_train.engine.scheduler import sample
+from agentrl_train.engine.sampling import SINGLE_BLOCK, draw, sample
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
@@ -296,6 +296,28 @@ def test_temperature_zero_is_greedy() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]])
     tokens, _ = sample(logits, temperatures=torch.zeros(2), uniforms=torch.tensor([0.99, 0.99]))
     assert tokens.tolist() == [1, 0]
+
+
+@given(
+    size=st.integers(SINGLE_BLOCK + 1, 3 * SINGLE_BLOCK),
+    seed=st.integers(0, 1000),
+    kept=st.sampled_from([1, 2, 50, 5000]),
+    uniform=st.sampled_from([0.0, 2**-24, 0.5, 1 - 2**-24]) | st.floats(0, 1, exclude_max=True, width=32),
+)
+@settings(deadline=None, max_examples=60)
+def test_draw_from_many_weights_is_that_of_their_cumulative_sum(
+    size: int, seed: int, kept: int, uniform: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(1, size, generator=generator) ** 8
+    weights[0, torch.randperm(size, generator=generator)[kept:]] = 0
+    drawn, total = draw(weights, torch.tensor([[uniform]], dtype=torch.float64))
+    index, cumulative = int(drawn), weights[0].double().cumsum(0)
+    assert weights[0, index] > 0
+    assert float(total) == pytest.approx(float(cumulative[-1]), rel=1e-5)
+    rounding, target = 1e-5 * float(cumulative[-1]), uniform * float(cumulative[-1])
+    assert float(cumulative[index]) >= target - rounding
+    assert float(cumulative[index] - weights[0, index]) <= target + rounding
 
 
 @pytest.mark.gpu
