@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.reuse import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
-from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
+from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, Stalled, ran_out_of_memory
 from agentrl_train.models.architecture import has_masks, layer_kinds
+from agentrl_train.telemetry.watchdog import while_progress
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class TorchEngine:
         max_sequences: rows of the cache of each policy, or of each one: sequences decoding or parked between
             turns.
         max_context: maximum number of tokens of one sequence.
-        deadline_s: deadline of one completion or weight update.
+        deadline_s: seconds in which a pass must be completed while a completion or weight update waits.
         threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
             and number of threads. Slower: no prefix caching, padded shapes.
@@ -98,6 +99,8 @@ class TorchEngine:
         self._failure: EngineError | None = None
         self._waiting: set[Future[Any]] = set()
         self._busy_s = 0.0
+        self._progress = 0
+        """Passes and commands completed."""
         self._rebuilds: dict[str, tuple[int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -113,8 +116,8 @@ class TorchEngine:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            EngineError: the context has no room for ``max_new_tokens``, the engine failed, or the deadline
-                passed. Cancelling the call aborts the request.
+            EngineError: the context has no room for ``max_new_tokens``, the engine failed, or it makes no
+                progress. Cancelling the call aborts the request.
         """
         sampling.check_room(token_ids, max_context=self.max_context)
         future: Future[Completion] = Future()
@@ -128,11 +131,15 @@ class TorchEngine:
         future.add_done_callback(self._waiting.discard)
         try:
             self._post(lambda: self._replicas[policy].submit(request))
-            async with asyncio.timeout(self._deadline_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError as error:
+            return await while_progress(
+                asyncio.wrap_future(future),
+                progress=lambda: self._progress,
+                within_s=self._deadline_s,
+                doing="the engine",
+            )
+        except Stalled as error:
             self.release(session_key)
-            raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from error
+            raise EngineError(str(error)) from error
         except asyncio.CancelledError:
             self.release(session_key)
             raise
@@ -152,7 +159,7 @@ class TorchEngine:
         """Load weights between two decode steps and return once they are in use.
 
         Raises:
-            EngineError: the engine failed or missed its deadline.
+            EngineError: the engine failed or makes no progress.
         """
 
         def load() -> None:
@@ -166,7 +173,7 @@ class TorchEngine:
         """Release device memory until ``wake``; active requests restart then. Idempotent.
 
         Raises:
-            EngineError: the engine failed or missed its deadline.
+            EngineError: the engine failed or makes no progress.
         """
         self._between_steps(self._fall_asleep, doing="fall asleep")
 
@@ -225,9 +232,12 @@ class TorchEngine:
         self._waiting.add(done)
         try:
             self._post(run)
-            done.result(timeout=self._deadline_s)
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not {doing} within {self._deadline_s:g} s") from error
+            before = self._progress
+            while not wait((done,), timeout=self._deadline_s).done:
+                if self._progress == before:
+                    raise EngineError(f"the engine did not {doing} within {self._deadline_s:g} s")
+                before = self._progress
+            done.result()
         finally:
             self._waiting.discard(done)
 
@@ -292,6 +302,7 @@ class TorchEngine:
                 self._count_failure(name, replica, error)
                 logger.warning("the engine failed (%s); its requests are restarted", error, exc_info=error)
         else:
+            self._progress += 1
             return
         # Outside the handler, so that the traceback no longer references tensors.
         self._replicas[name] = replica.rebuilt(num_slots=slots)
@@ -322,6 +333,7 @@ class TorchEngine:
             self._trace.mark(TRACK, "idle", since=slept)
         for command in commands:
             command()
+            self._progress += 1
         return True
 
     def _has_work(self) -> bool:
