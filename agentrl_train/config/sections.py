@@ -441,7 +441,7 @@ class CheckpointSection(Section):
     every: Count = 10
     """Steps between checkpoints."""
     keep: Count = 2
-    """Number of checkpoints to keep."""
+    """Number of checkpoints to keep; all but the newest without the state of the optimizer."""
     best: bool = True
     """Keep the model with the best evaluation so far in ``best/`` of the run folder."""
 
