@@ -95,13 +95,26 @@ def eval_command(
             help="Model, run or checkpoint; default: the newest checkpoint of this run, else model.path.",
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="The folder of the episodes.",
+            show_default="evaluations/ of the run",
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Evaluate a policy on held-out samples: success rate with its interval, and pass@k."""
+    """Evaluate a policy on held-out samples: success rate with its interval, and pass@k.
+
+    Each episode is written as it ends, and the same command continues an evaluation that was interrupted.
+    """
     trainer = Trainer(_load(config, overrides))
     from agentrl_train.cli.commands import evaluate_policy
 
-    raise typer.Exit(evaluate_policy(trainer, model=model))
+    raise typer.Exit(evaluate_policy(trainer, model=model, output=output))
 
 
 @app.command("gateway")

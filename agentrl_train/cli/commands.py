@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from agentrl_train.cli.evaluating import evaluate_and_record, evaluation_table
 from agentrl_train.cli.recording import record
 from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.config.sections import Decay
@@ -31,7 +32,6 @@ from agentrl_train.placement.ranks import rank
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.training.engines import threads_each
-from agentrl_train.training.evaluation import Evaluation
 from agentrl_train.training.sft import expert_sequences, train_sft
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
@@ -115,13 +115,14 @@ def _mean(shares: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(shares) else None
 
 
-def evaluate_policy(trainer: Trainer, *, model: str | None) -> int:
+def evaluate_policy(trainer: Trainer, *, model: str | None, output: Path | None = None) -> int:
     """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k.
 
     Args:
         trainer: trainer of the run.
         model: a model on the hub, a model folder, a checkpoint, or a run folder for its newest checkpoint;
             None for the newest checkpoint of this run, or ``model.path`` without one.
+        output: folder of the episodes, by default in ``evaluations/`` of the run folder.
     """
     newest = load_latest(trainer.folder / "checkpoints") if model is None else None
     if newest is not None:
@@ -132,28 +133,8 @@ def evaluate_policy(trainer: Trainer, *, model: str | None) -> int:
         path, choice = trainer.config.model.path, "model.path; the run has no checkpoint"
     console = Console()
     console.print(f"evaluating {path} ({choice})", soft_wrap=True)
-    console.print(evaluation_table(trainer.evaluate(model=path).tasks))
+    console.print(evaluation_table(evaluate_and_record(trainer, path=path, output=output).tasks))
     return 0
-
-
-def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
-    """Return a table of the results, one row per task."""
-    attempts = next(iter(results.values())).attempts
-    table = Table(title="held-out samples")
-    headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
-    headings += [f"pass@{attempts}"] * (attempts > 1)
-    greedy = all(result.greedy for result in results.values())
-    headings += ["greedy"] * greedy
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "task" else "right")
-    for task, result in results.items():
-        low, high = result.interval
-        cells = [task, str(len(result.counted)), f"{result.success:.1%}", f"{low:.1%} – {high:.1%}"]
-        cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
-        cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
-        cells += [f"{result.greedy_success:.1%}"] if greedy else []
-        table.add_row(*cells)
-    return table
 
 
 def sft(config: RunConfig, *, output: Path) -> int:

@@ -58,7 +58,8 @@ WRITE_TIMEOUT_S = 1800.0
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
-Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
+Evaluator = Callable[..., Awaitable[dict[str, Evaluation]]]
+"""Evaluates a policy; a ``journal`` keeps the episodes."""
 CheckpointEvaluator = Callable[[Path, int], Awaitable[dict[str, Evaluation]]]
 """Evaluates the model in a folder, as that of a step, beside training."""
 

@@ -1,14 +1,17 @@
 """Commands: where a model is written, and which one is evaluated."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl_train.cli import commands
+from agentrl_train.cli.evaluating import evaluate_and_record
 from agentrl_train.config import RunConfig
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
 from agentrl_train.training.trainer import Trainer
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -44,7 +47,7 @@ def test_evaluation_names_the_model_that_it_evaluates(
     config = configured(tmp_path)
     evaluated: list[str] = []
 
-    def evaluate(trainer: Trainer, *, model: str) -> Any:
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Any:
         evaluated.append(model)
         raise ConfigError("enough")
 
@@ -63,4 +66,55 @@ def test_evaluation_names_the_model_that_it_evaluates(
         "name": ("org/model", "--model"),
     }[choice]
     assert evaluated == [expected]
-    assert capsys.readouterr().out == f"evaluating {expected} ({reason})\n"
+    assert capsys.readouterr().out.startswith(f"evaluating {expected} ({reason})\n")
+
+
+def test_interrupted_evaluation_is_continued_and_a_finished_one_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folders = configured(tmp_path), list[Path]()
+    results: list[Evaluations | KeyboardInterrupt] = []
+
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Evaluations:
+        folders.append(journal.folder)
+        result = results.pop()
+        if isinstance(result, KeyboardInterrupt):
+            raise result
+        return result
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    finished = Evaluations(step=None, tasks={})
+    for result in (KeyboardInterrupt(), finished, finished):
+        results.append(result)
+        with suppress(KeyboardInterrupt):
+            evaluate_and_record(Trainer(config), path="org/model", output=None)
+    interrupted, continued, repeated = folders
+    assert interrupted == continued
+    assert interrupted.parent == config.run_folder / "evaluations"
+    assert (continued / "result.json").exists()
+    assert repeated.name == f"{continued.name}-2"
+
+
+@pytest.mark.parametrize("change", ["weights", "settings"])
+def test_evaluation_of_other_weights_or_settings_has_a_folder_of_its_own(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folders = configured(tmp_path), list[Path]()
+
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Evaluations:
+        folders.append(journal.folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"1")
+    for number in range(2):
+        if number and change == "weights":
+            weights.write_bytes(b"12")
+        if number and change == "settings":
+            engine = config.engine.model_copy(update={"temperature": 0.5})
+            config = config.model_copy(update={"engine": engine})
+        with suppress(KeyboardInterrupt):
+            evaluate_and_record(Trainer(config), path=str(weights.parent), output=None)
+    assert len(set(folders)) == 2
