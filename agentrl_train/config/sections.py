@@ -300,15 +300,18 @@ class TrainSection(Section):
 
 
 class SftSection(Section):
-    """Supervised fine-tuning on expert episodes (``agentrl-train sft``)."""
+    """Supervised fine-tuning on expert episodes (``agentrl-train sft``).
 
-    traces: Count = 1000
+    ``[model]``, ``[train.lora]``, ``train.precision`` and the memory settings of ``[train]`` apply as well.
+    """
+
+    traces: Count = 500
     """Expert episodes per task."""
-    steps: Count = 500
-    """Updates."""
+    steps: Count = 30
+    """Updates. A pretrained model of 135 million parameters needs 5 to 30; an untrained one thousands."""
     batch_size: Count = 16
     """Episodes per optimizer step."""
-    learning_rate: Positive = 1e-5
+    learning_rate: Positive = 1e-4
     """Peak learning rate of AdamW."""
 
 

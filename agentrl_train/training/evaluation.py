@@ -163,7 +163,7 @@ class EvaluationJournal:
     Args:
         folder: the folder, which is created.
         model: name of the policy in the files.
-        show: called with the tally when a task starts, and after each episode.
+        show: called with the tally after each episode.
     """
 
     def __init__(
@@ -204,13 +204,14 @@ class EvaluationJournal:
         name = f"{task}-greedy" if greedy else task
         file = self._files.enter_context(RunFile(self.folder / name, settings))
         self._greedy |= {file.path} if greedy else set()
-        self._count(file, file.run.counted, total=len(settings.plan()))
+        self._count(file, file.run.counted, total=len(settings.plan()))  # shown with the first episode
         return file
 
     def append(self, file: RunFile, episode: EpisodeRecord) -> None:
         """Write an episode; raises ``EvaluationError``."""
         file.append(episode)
         self._count(file, [episode])
+        self._show(self.tally)
 
     def _count(self, file: RunFile, episodes: Sequence[EpisodeRecord], *, total: int = 0) -> None:
         tally = self.tally
@@ -223,7 +224,6 @@ class EvaluationJournal:
             successes=tally.successes + sum(episode.success for episode in sampled),
             failed=tally.failed + len(episodes) - len(played),
         )
-        self._show(self.tally)
 
     def __enter__(self) -> Self:
         return self
