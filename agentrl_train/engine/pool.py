@@ -24,10 +24,10 @@ import torch
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
+from agentrl_train.engine.torch import while_progress
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
-from agentrl_train.errors import EngineError, Stalled
+from agentrl_train.errors import EngineError
 from agentrl_train.models.architecture import CheckpointNames
-from agentrl_train.telemetry.watchdog import while_progress
 from agentrl_train.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -262,12 +262,7 @@ class EnginePool:
         def progress() -> tuple[str, float, float]:
             return replica.name, replica.total("sampled"), replica.total("prefilled")
 
-        try:
-            return await while_progress(
-                answer(), progress=progress, within_s=self._deadline_s, doing="the engine"
-            )
-        except Stalled as error:
-            raise EngineError(str(error)) from error
+        return await while_progress(answer(), progress=progress, within_s=self._deadline_s)
 
     def _replica_of(self, session_key: str, policy: str) -> ReplicaSupervisor:
         """Return the replica that caches the session's prefix, else the one with the fewest sessions."""

@@ -12,22 +12,22 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.engine.reuse import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
-from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, Stalled, ran_out_of_memory
+from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.models.architecture import has_masks, layer_kinds
-from agentrl_train.telemetry.watchdog import while_progress
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TRACK = "engine/torch"
 """Trace track of idle gaps and weight updates."""
@@ -135,12 +135,8 @@ class TorchEngine:
                 asyncio.wrap_future(future),
                 progress=lambda: self._progress,
                 within_s=self._deadline_s,
-                doing="the engine",
             )
-        except Stalled as error:
-            self.release(session_key)
-            raise EngineError(str(error)) from error
-        except asyncio.CancelledError:
+        except (EngineError, asyncio.CancelledError):
             self.release(session_key)
             raise
 
@@ -343,6 +339,31 @@ class TorchEngine:
         for future in list(self._waiting):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+async def while_progress(work: Awaitable[T], *, progress: Callable[[], object], within_s: float) -> T:
+    """Await ``work`` for as long as an engine makes progress.
+
+    Args:
+        work: is cancelled if this call raises.
+        progress: returns a value that changes with each unit of progress, such as a count of passes.
+        within_s: seconds without progress, twice as many at most, after which the wait ends.
+
+    Raises:
+        EngineError: ``progress`` returned the same value for ``within_s``.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        before = progress()
+        while not (await asyncio.wait((task,), timeout=within_s))[0]:
+            now = progress()
+            if now == before:
+                raise EngineError(f"the engine made no progress for {within_s:g} s")
+            before = now
+        return task.result()
+    finally:
+        if task.cancel():
+            await asyncio.wait((task,))
 
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:

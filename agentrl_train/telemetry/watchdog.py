@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -197,34 +197,6 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
         return future.result()
     finally:
         future.cancel()
-
-
-async def while_progress(
-    work: Awaitable[T], *, progress: Callable[[], object], within_s: float, doing: str
-) -> T:
-    """Await ``work`` for as long as something makes progress.
-
-    Args:
-        work: is cancelled if this call raises.
-        progress: returns a value that changes with each unit of progress, such as a count of passes.
-        within_s: seconds without progress, twice as many at most, after which the wait ends.
-        doing: description for the error message.
-
-    Raises:
-        Stalled: ``progress`` returned the same value for ``within_s``.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        before = progress()
-        while not (await asyncio.wait((task,), timeout=within_s))[0]:
-            now = progress()
-            if now == before:
-                raise Stalled(f"{doing} made no progress for {within_s:g} s")
-            before = now
-        return task.result()
-    finally:
-        if task.cancel():
-            await asyncio.wait((task,))
 
 
 def die_with_parent() -> None:
