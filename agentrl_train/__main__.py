@@ -1,4 +1,4 @@
-"""The command line: ``agentrl-train run | sweep | sft | eval | gateway | merge | fetch | report | settings``.
+"""The commands of ``agentrl-train``: run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -95,13 +95,26 @@ def eval_command(
             help="Model, run or checkpoint; default: the newest checkpoint of this run, else model.path.",
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="The folder of the episodes.",
+            show_default="evaluations/ of the run",
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Evaluate a policy on held-out samples: success rate with its interval, and pass@k."""
+    """Evaluate a policy on held-out samples: success rate with its interval, and pass@k.
+
+    Each episode is written as it ends, and the same command continues an evaluation that was interrupted.
+    """
     trainer = Trainer(_load(config, overrides))
     from agentrl_train.cli.commands import evaluate_policy
 
-    raise typer.Exit(evaluate_policy(trainer, model=model))
+    raise typer.Exit(evaluate_policy(trainer, model=model, output=output))
 
 
 @app.command("gateway")
@@ -188,6 +201,23 @@ def report_command(
     from agentrl_train.report.page import write_report
 
     typer.echo(str(write_report(folder)))
+
+
+@app.command("show")
+def show_command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder in runs/.")],
+    task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="The most episodes.")] = 3,
+    failed: Annotated[bool, typer.Option("--failed", help="Only episodes without success.")] = False,
+) -> None:
+    """Print the last recorded episodes of a finished or running run."""
+    from agentrl_train.report.transcript import last_episodes, transcript
+
+    episodes = last_episodes(folder, last=last, task=task, failed=failed)
+    for source, episode in episodes:
+        typer.echo(transcript(episode, source=source) + "\n")
+    if not episodes:
+        typer.echo("no recorded episode fits --task and --failed", err=True)
 
 
 @app.command("settings")

@@ -506,17 +506,13 @@ class _Attempt:
     ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
         policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
-        seed, limit_s = int(self._draws.integers(2**63)), self.sampling.deadline_s
+        seed = int(self._draws.integers(2**63))
         sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
         self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
-            try:
-                async with asyncio.timeout(limit_s):
-                    completion = await self._engine.generate(
-                        context, sampling=sampling, session_key=key, policy=policy
-                    )
-            except TimeoutError:
-                raise EngineError(f"the engine returned no completion within {limit_s:g} s") from None
+            completion = await self._engine.generate(
+                context, sampling=sampling, session_key=key, policy=policy
+            )
             facts["tokens"] = len(completion.token_ids)
             facts["versions"] = sorted(set(completion.versions))
         return completion

@@ -88,8 +88,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    deadline_s: float = 120.0
-    """Deadline of one completion, after which the engine counts as failed."""
 
     def at(self, temperature: float) -> Sampling:
         """Return the same limits with another temperature and without truncation."""
@@ -380,7 +378,8 @@ class Engine(Protocol):
         """Sample one completion after ``token_ids``.
 
         ``token_ids`` is the whole context. Calls with the same ``session_key`` extend one another, so an
-        engine may cache the prefix. Raises ``EngineError`` on failure.
+        engine may cache the prefix. Raises ``EngineError`` on failure, and if the engine makes no progress:
+        callers need no deadline of their own.
         """
         ...
 

@@ -251,6 +251,7 @@ def test_trainer_uses_environments_through_the_client() -> None:
     allowed = ("agentrl_env.client", "agentrl_env.types", "agentrl_env.errors", "agentrl_env.launch")
     allowed += ("agentrl_env.author_code", "agentrl_env.cli.settings")
     allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
+    allowed += ("agentrl_env.evaluation.record",)
     allowed += ("agentrl_env.server.embedded",)
     found = {
         relative(path): [i for i in reaches(path, "agentrl_env") if not i.startswith(allowed)]

@@ -69,10 +69,13 @@ class TurnRecord(_Frozen):
     thought: str | None = None
     finish_reason: str | None = None
     usage: Usage = Usage()
-    model_s: float
+    invalid_calls: int = 0
+    """Calls that the environment rejected."""
+    model_s: float | None = None
+    """Seconds of the model; None where they are not measured."""
     repeats: int = 0
     """Requests that failed before the one that was answered."""
-    environment_s: float
+    environment_s: float | None = None
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
 

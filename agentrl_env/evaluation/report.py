@@ -159,7 +159,7 @@ def _episode(episode: EpisodeRecord) -> str:
 
 
 def _turn(turn: TurnRecord) -> str:
-    facts = [_seconds(turn.model_s)]
+    facts = [_seconds(turn.model_s)] if turn.model_s is not None else []
     facts += [f"{turn.usage.output} tokens"] if turn.usage.output is not None else []
     facts += ["cut off"] if turn.finish_reason == "length" else []
     facts += [f"reward {turn.reward:+g}"] if turn.reward else []

@@ -95,7 +95,7 @@ def replay_policy(recorded: EvaluationRun) -> PolicyOf:
                 thought=turn.thought,
                 finish_reason=turn.finish_reason,
                 usage=turn.usage,
-                seconds=turn.model_s,
+                seconds=turn.model_s or 0.0,
                 repeats=turn.repeats,
             )
 
@@ -276,6 +276,7 @@ def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRec
         thought=completion.thought,
         finish_reason=completion.finish_reason,
         usage=completion.usage,
+        invalid_calls=int(result.metrics.get("invalid_calls", 0)),
         model_s=completion.seconds,
         repeats=completion.repeats,
         environment_s=seconds,

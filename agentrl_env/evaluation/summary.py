@@ -254,11 +254,12 @@ def _pass(
     return {k: fmean(values) for k, values in found.items() if values}
 
 
-def _latency(seconds: Sequence[float]) -> Latency | None:
-    if not seconds:
+def _latency(seconds: Sequence[float | None]) -> Latency | None:
+    measured = [value for value in seconds if value is not None]
+    if not measured:
         return None
-    p50, p90, p99 = (float(value) for value in np.percentile(seconds, [50, 90, 99]))
-    return Latency(p50=p50, p90=p90, p99=p99, max=max(seconds))
+    p50, p90, p99 = (float(value) for value in np.percentile(measured, [50, 90, 99]))
+    return Latency(p50=p50, p90=p90, p99=p99, max=max(measured))
 
 
 def _tokens(

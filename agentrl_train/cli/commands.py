@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,24 +17,28 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers import PreTrainedModel
 
+from agentrl_train.cli.evaluating import evaluate_and_record, evaluation_table
 from agentrl_train.cli.recording import record
 from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.config.sections import Decay
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
-from agentrl_train.models.loading import chat_format, load_policy, save_policy
+from agentrl_train.models.architecture import persistent_buffers
+from agentrl_train.models.loading import DTYPES, chat_format, load_policy, save_policy
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
 from agentrl_train.placement.environments import environments
 from agentrl_train.placement.ranks import rank
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
-from agentrl_train.training.engines import threads_each
-from agentrl_train.training.evaluation import Evaluation
+from agentrl_train.telemetry.progress import Counter
+from agentrl_train.training.learners import as_config_errors
 from agentrl_train.training.sft import expert_sequences, train_sft
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
+from agentrl_train.types import TokenSequence
 
 SIGNAL_EXIT = 128
 """Exit status of a run that a signal stopped cleanly, plus the number of the signal (SIGTERM: 143)."""
@@ -115,13 +119,14 @@ def _mean(shares: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(shares) else None
 
 
-def evaluate_policy(trainer: Trainer, *, model: str | None) -> int:
+def evaluate_policy(trainer: Trainer, *, model: str | None, output: Path | None = None) -> int:
     """Evaluate a policy on the held-out samples and print success, its 95 % interval and pass@k.
 
     Args:
         trainer: trainer of the run.
         model: a model on the hub, a model folder, a checkpoint, or a run folder for its newest checkpoint;
             None for the newest checkpoint of this run, or ``model.path`` without one.
+        output: folder of the episodes, by default in ``evaluations/`` of the run folder.
     """
     newest = load_latest(trainer.folder / "checkpoints") if model is None else None
     if newest is not None:
@@ -132,28 +137,8 @@ def evaluate_policy(trainer: Trainer, *, model: str | None) -> int:
         path, choice = trainer.config.model.path, "model.path; the run has no checkpoint"
     console = Console()
     console.print(f"evaluating {path} ({choice})", soft_wrap=True)
-    console.print(evaluation_table(trainer.evaluate(model=path).tasks))
+    console.print(evaluation_table(evaluate_and_record(trainer, path=path, output=output).tasks))
     return 0
-
-
-def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
-    """Return a table of the results, one row per task."""
-    attempts = next(iter(results.values())).attempts
-    table = Table(title="held-out samples")
-    headings = ["task", "episodes", "success", "95 % interval", "valid calls", "turns"]
-    headings += [f"pass@{attempts}"] * (attempts > 1)
-    greedy = all(result.greedy for result in results.values())
-    headings += ["greedy"] * greedy
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "task" else "right")
-    for task, result in results.items():
-        low, high = result.interval
-        cells = [task, str(len(result.counted)), f"{result.success:.1%}", f"{low:.1%} – {high:.1%}"]
-        cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
-        cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
-        cells += [f"{result.greedy_success:.1%}"] if greedy else []
-        table.add_row(*cells)
-    return table
 
 
 def sft(config: RunConfig, *, output: Path) -> int:
@@ -235,11 +220,14 @@ def _model_folder(source: Path) -> Path:
 
 
 async def _sft(config: RunConfig, *, output: Path) -> None:
-    torch.set_num_threads(config.run.threads or threads_each(config.run, config.rollout))
+    cores = config.run.threads or os.cpu_count() or 1  # nothing runs beside the learner
+    torch.set_num_threads(cores)
     model, tokenizer = load_policy(
-        config.model.path, device=config.engine.device, revision=config.model.revision
+        config.model.path,
+        device=config.engine.device,
+        dtype=config.model.dtype,
+        revision=config.model.revision,
     )
-    settings, console = config.sft, Console()
     async with environments(
         config.environments, max_sessions=config.engine.max_sessions, oracle=True
     ) as served:
@@ -249,43 +237,64 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
             served.clients,
             chat,
             sources={source.task: source for source in served.sources},
-            count=settings.traces,
+            count=config.sft.traces,
             max_sessions=config.engine.max_sessions,
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
-    console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
-    kept = {"precision", "activation_checkpointing", "offload_optimizer"}
+    Console().print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    learner = imitate(config, model=model, sequences=sequences)
+    dtype = DTYPES[config.model.dtype]
+    weights = {name: value.to(dtype) for name, value in learner.weights().items()}
+    with run_folder_errors(output):
+        model.save_pretrained(output, state_dict=weights | persistent_buffers(model))
+        tokenizer.save_pretrained(output)
+
+
+def imitate(
+    config: RunConfig,
+    *,
+    model: PreTrainedModel,
+    sequences: Sequence[TokenSequence],
+    console: Console | None = None,
+) -> Learner:
+    """Train a model, or adapters in it, on the episodes of experts, and return its learner.
+
+    Raises:
+        ConfigError: no layer matches ``train.lora.targets``.
+    """
+    settings = config.sft
+    kept = {"precision", "activation_checkpointing", "offload_optimizer", "lora"}
     train = TrainSection(
         learning_rate=settings.learning_rate,
         betas=(0.9, 0.98),
         weight_decay=0.01,
-        warmup_steps=20,
+        warmup_steps=min(20, settings.steps // 10),
         decay=Decay(to=0.05, over=0.4),
         max_grad_norm=1.0,
         **config.train.model_dump(include=kept),
     )
-    learner = Learner(
-        model,
-        train,
-        total_steps=settings.steps,
-        loss=Loss(objective=sft_loss),
-        attention=config.model.attention,
-    )
-    train_sft(
-        learner,
-        sequences,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        seed=config.run.seed,
-        report=partial(_print_every, console, max(1, min(50, settings.steps // 10))),
-    )
-    with run_folder_errors(output):
-        model.save_pretrained(output)
-        tokenizer.save_pretrained(output)
+    with as_config_errors():
+        learner = Learner(
+            model,
+            train,
+            total_steps=settings.steps,
+            loss=Loss(objective=sft_loss),
+            attention=config.model.attention,
+        )
+    with closing(Counter("updates", console=console)) as counter:
 
+        def report(step: int, metrics: Mapping[str, float]) -> None:
+            speed = metrics["tokens"] / metrics["seconds"]
+            counter.show(step, settings.steps, f"loss {metrics['loss']:.4f}", f"{speed:,.0f} tokens/s")
 
-def _print_every(console: Console, every: int, step: int, metrics: Mapping[str, float]) -> None:
-    if step % every == 0:
-        speed = metrics["tokens"] / metrics["seconds"]
-        console.print(f"step {step}: loss {metrics['loss']:.4f}, {speed:.0f} tokens/s")
+        counter.show(0, settings.steps)
+        train_sft(
+            learner,
+            sequences,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            seed=config.run.seed,
+            report=report,
+        )
+    return learner

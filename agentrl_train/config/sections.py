@@ -111,8 +111,8 @@ class EngineSection(Section):
     max_new_tokens: Count = 256
     """Token limit of one turn; the last turn of a full context is shorter."""
     completion_timeout_s: Positive | None = None
-    """Deadline of one completion, after which the engine counts as failed; left out, a minute more than
-    ``max_new_tokens`` take at 5 tokens/s."""
+    """Seconds without progress of the engine after which the completions that wait for it fail. A slow engine
+    that works never fails. Left out, a minute more than ``max_new_tokens`` take at 5 tokens/s."""
     temperature: NonNegative = 1.0
     """Divides the logits, at sampling and in the loss."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -134,7 +134,7 @@ class EngineSection(Section):
     def sampling(self) -> Sampling:
         """Return the sampling parameters and limits of a turn."""
         shared = {one.name for one in fields(Sampling)}
-        return Sampling(deadline_s=self.completion_deadline_s, **self.model_dump(include=shared))
+        return Sampling(**self.model_dump(include=shared))
 
     @property
     def completion_deadline_s(self) -> float:
@@ -300,15 +300,18 @@ class TrainSection(Section):
 
 
 class SftSection(Section):
-    """Supervised fine-tuning on expert episodes (``agentrl-train sft``)."""
+    """Supervised fine-tuning on expert episodes (``agentrl-train sft``).
 
-    traces: Count = 1000
+    ``[model]``, ``[train.lora]``, ``train.precision`` and the memory settings of ``[train]`` apply as well.
+    """
+
+    traces: Count = 500
     """Expert episodes per task."""
-    steps: Count = 500
-    """Updates."""
+    steps: Count = 30
+    """Updates. A pretrained model of 135 million parameters needs 5 to 30; an untrained one thousands."""
     batch_size: Count = 16
     """Episodes per optimizer step."""
-    learning_rate: Positive = 1e-5
+    learning_rate: Positive = 1e-4
     """Peak learning rate of AdamW."""
 
 
@@ -442,7 +445,7 @@ class CheckpointSection(Section):
     every: Count = 10
     """Steps between checkpoints."""
     keep: Count = 2
-    """Number of checkpoints to keep."""
+    """Number of checkpoints to keep; all but the newest without the state of the optimizer."""
     best: bool = True
     """Keep the model with the best evaluation so far in ``best/`` of the run folder."""
 

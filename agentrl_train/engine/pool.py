@@ -24,6 +24,7 @@ import torch
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
+from agentrl_train.engine.torch import while_progress
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.errors import EngineError
 from agentrl_train.models.architecture import CheckpointNames
@@ -42,7 +43,7 @@ class EnginePool:
         options: options of every replica process.
         policies: names of the policies; each has its own replicas.
         replicas: engines per policy, or of each one.
-        deadline_s: deadline of one completion or weight update.
+        deadline_s: deadline of a weight update, and of any progress while a completion waits.
         start_s: deadline for an engine to start.
         liveness_s: heartbeat timeout after which an engine is killed and restarted.
         push: "in_flight" pauses requests during a weight update and resumes them with the new weights;
@@ -99,8 +100,8 @@ class EnginePool:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or the
-                deadline passed. Cancelling the call aborts the request.
+            EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or its
+                engine makes no progress. Cancelling the call aborts the request.
         """
         sampling.check_room(token_ids, max_context=self.max_context)
         choose = partial(self._replica_of, session_key, policy)
@@ -247,16 +248,21 @@ class EnginePool:
         session_key: str,
     ) -> Completion:
         """Send a request, and retry it if its engine is lost."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                while True:
-                    replica = choose()
-                    try:
-                        return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
-                    except EngineLost as error:
-                        logger.info("a request of engine %s is retried: %s", replica.name, error)
-        except TimeoutError:
-            raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from None
+        replica = choose()
+
+        async def answer() -> Completion:
+            nonlocal replica
+            while True:
+                try:
+                    return await replica.generate(token_ids, sampling=sampling, session_key=session_key)
+                except EngineLost as error:
+                    logger.info("a request of engine %s is retried: %s", replica.name, error)
+                replica = choose()
+
+        def progress() -> tuple[str, float, float]:
+            return replica.name, replica.total("sampled"), replica.total("prefilled")
+
+        return await while_progress(answer(), progress=progress, within_s=self._deadline_s)
 
     def _replica_of(self, session_key: str, policy: str) -> ReplicaSupervisor:
         """Return the replica that caches the session's prefix, else the one with the fewest sessions."""

@@ -12,10 +12,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from agentrl_train.models.architecture import has_masks, layer_kinds
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TRACK = "engine/torch"
 """Trace track of idle gaps and weight updates."""
@@ -45,7 +46,7 @@ class TorchEngine:
         max_sequences: rows of the cache of each policy, or of each one: sequences decoding or parked between
             turns.
         max_context: maximum number of tokens of one sequence.
-        deadline_s: deadline of one completion or weight update.
+        deadline_s: seconds in which a pass must be completed while a completion or weight update waits.
         threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
             and number of threads. Slower: no prefix caching, padded shapes.
@@ -98,6 +99,8 @@ class TorchEngine:
         self._failure: EngineError | None = None
         self._waiting: set[Future[Any]] = set()
         self._busy_s = 0.0
+        self._progress = 0
+        """Passes and commands completed."""
         self._rebuilds: dict[str, tuple[int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -113,8 +116,8 @@ class TorchEngine:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            EngineError: the context has no room for ``max_new_tokens``, the engine failed, or the deadline
-                passed. Cancelling the call aborts the request.
+            EngineError: the context has no room for ``max_new_tokens``, the engine failed, or it makes no
+                progress. Cancelling the call aborts the request.
         """
         sampling.check_room(token_ids, max_context=self.max_context)
         future: Future[Completion] = Future()
@@ -128,12 +131,12 @@ class TorchEngine:
         future.add_done_callback(self._waiting.discard)
         try:
             self._post(lambda: self._replicas[policy].submit(request))
-            async with asyncio.timeout(self._deadline_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError as error:
-            self.release(session_key)
-            raise EngineError(f"the engine returned no completion within {self._deadline_s:g} s") from error
-        except asyncio.CancelledError:
+            return await while_progress(
+                asyncio.wrap_future(future),
+                progress=lambda: self._progress,
+                within_s=self._deadline_s,
+            )
+        except (EngineError, asyncio.CancelledError):
             self.release(session_key)
             raise
 
@@ -152,7 +155,7 @@ class TorchEngine:
         """Load weights between two decode steps and return once they are in use.
 
         Raises:
-            EngineError: the engine failed or missed its deadline.
+            EngineError: the engine failed or makes no progress.
         """
 
         def load() -> None:
@@ -166,7 +169,7 @@ class TorchEngine:
         """Release device memory until ``wake``; active requests restart then. Idempotent.
 
         Raises:
-            EngineError: the engine failed or missed its deadline.
+            EngineError: the engine failed or makes no progress.
         """
         self._between_steps(self._fall_asleep, doing="fall asleep")
 
@@ -225,9 +228,12 @@ class TorchEngine:
         self._waiting.add(done)
         try:
             self._post(run)
-            done.result(timeout=self._deadline_s)
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not {doing} within {self._deadline_s:g} s") from error
+            before = self._progress
+            while not wait((done,), timeout=self._deadline_s).done:
+                if self._progress == before:
+                    raise EngineError(f"the engine did not {doing} within {self._deadline_s:g} s")
+                before = self._progress
+            done.result()
         finally:
             self._waiting.discard(done)
 
@@ -292,6 +298,7 @@ class TorchEngine:
                 self._count_failure(name, replica, error)
                 logger.warning("the engine failed (%s); its requests are restarted", error, exc_info=error)
         else:
+            self._progress += 1
             return
         # Outside the handler, so that the traceback no longer references tensors.
         self._replicas[name] = replica.rebuilt(num_slots=slots)
@@ -322,6 +329,7 @@ class TorchEngine:
             self._trace.mark(TRACK, "idle", since=slept)
         for command in commands:
             command()
+            self._progress += 1
         return True
 
     def _has_work(self) -> bool:
@@ -331,6 +339,31 @@ class TorchEngine:
         for future in list(self._waiting):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+async def while_progress(work: Awaitable[T], *, progress: Callable[[], object], within_s: float) -> T:
+    """Await ``work`` for as long as an engine makes progress.
+
+    Args:
+        work: is cancelled if this call raises.
+        progress: returns a value that changes with each unit of progress, such as a count of passes.
+        within_s: seconds without progress, twice as many at most, after which the wait ends.
+
+    Raises:
+        EngineError: ``progress`` returned the same value for ``within_s``.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        before = progress()
+        while not (await asyncio.wait((task,), timeout=within_s))[0]:
+            now = progress()
+            if now == before:
+                raise EngineError(f"the engine made no progress for {within_s:g} s")
+            before = now
+        return task.result()
+    finally:
+        if task.cancel():
+            await asyncio.wait((task,))
 
 
 def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:

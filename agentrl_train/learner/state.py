@@ -1,13 +1,14 @@
 """Checkpoint state of the learner: copied at once, written in the background, loaded by any number of ranks.
 
 ``model/`` is a Hugging Face folder (a PEFT folder for LoRA) and the only copy of the parameters; ``learner/``
-holds the optimizer, the update count and the random state, a file for each rank (``shards``). Both are
-safetensors: loading them runs no code that they carry.
+holds the update count and the random state, and ``learner/optimizer/`` the optimizer, a file for each rank
+(``shards``). All are safetensors: loading them runs no code that they carry.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from agentrl_train.learner.lora import save_adapter
 from agentrl_train.models.adapters import adapter_base, read_adapter
 from agentrl_train.models.shards import open_shards, raise_together, write_shards
 from agentrl_train.models.stored import StoredModel, fill, safetensors_files, tensors_of
+from agentrl_train.storage.checkpoint import OPTIMIZER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 MODEL, STATE = "model", "learner"
-OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,19 @@ class Snapshot:
             elif self.weights:
                 self.model.save_pretrained(str(folder / MODEL), state_dict=dict(self.weights))
             rank = 0 if self.group is None else dist.get_rank(self.group)
-            write_shards(folder / STATE, self.state, rank=rank)
+            for place, tensors in self._places().items():
+                write_shards(folder / place, tensors, rank=rank)
         except Exception as error:  # the other ranks wait for it
             failure = error
         raise_together(failure, self.group)
+
+    def _places(self) -> dict[Path, dict[str, Tensor]]:
+        """Return the tensors of the state by their folder."""
+        places: dict[Path, dict[str, Tensor]] = {Path(STATE): {}, Path(STATE, OPTIMIZER): {}}
+        for name, value in self.state.items():
+            of_optimizer = name.startswith(f"{OPTIMIZER}/")
+            places[Path(STATE, OPTIMIZER) if of_optimizer else Path(STATE)][name] = value
+        return places
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -91,19 +103,29 @@ def read_state(
     *,
     others: dict[str, Tensor],
 ) -> None:
-    """Fill the optimizer and ``others`` from ``learner/`` of a checkpoint of any number of ranks."""
+    """Fill the optimizer and ``others`` from ``learner/`` of a checkpoint of any number of ranks.
+
+    The optimizer of a checkpoint without its state is empty.
+    """
     with open_shards(folder / STATE) as shards:
-        found: dict[str, Tensor] = {}
-        for key in shards.names:
-            if key.startswith(f"{OPTIMIZER}/"):
-                _, name, what = key.split("/")
-                if name not in updated:
-                    raise _different_model(folder)
-                like = updated[name].detach()
-                found[key] = torch.zeros((), device=like.device) if what == "step" else torch.zeros_like(like)
-        for key, value in (found | others).items():
+        for key, value in others.items():
             shards.fill(key, value)
     optimizer.state.clear()
+    if not (folder / STATE / OPTIMIZER).is_dir():
+        logger.warning(
+            "%s has no optimizer state, which only the newest checkpoint keeps: the moments start at zero",
+            folder,
+        )
+        return
+    found: dict[str, Tensor] = {}
+    with open_shards(folder / STATE / OPTIMIZER) as shards:
+        for key in shards.names:
+            _, name, what = key.split("/")
+            if name not in updated:
+                raise _different_model(folder)
+            like = updated[name].detach()
+            found[key] = torch.zeros((), device=like.device) if what == "step" else torch.zeros_like(like)
+            shards.fill(key, found[key])
     for key, value in found.items():
         _, name, what = key.split("/")
         optimizer.state[updated[name]][what] = value

@@ -3,7 +3,7 @@
 ``checkpoints/step_000012/`` holds::
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
-    learner/        optimizer and other learner state, a safetensors file of each rank
+    learner/        learner state, a safetensors file of each rank; in ``optimizer/``, that of the optimizer
     critic/         the same of a critic, if there is one, with its parameters
     loop.json       step, policy version, admission, random states
     groups.bin      finished groups that are not trained yet
@@ -13,6 +13,9 @@
 A checkpoint is written to a temporary folder, synced and renamed. A resume loads the newest one whose files
 match its manifest, and restores the groups that the journal recorded after it as finished: no group is lost,
 and none is trained twice by the resumed weights.
+
+Once a checkpoint is complete, older ones lose the state of the optimizer, two thirds of their bytes.
+They serve evaluations, and a resume if the newest is damaged: the optimizer then starts without its moments.
 
 Required order: ``journal.rotate(step)`` atomically with the snapshot; then ``save_checkpoint``, possibly in a
 thread; then ``journal.prune`` up to the oldest kept checkpoint.
@@ -38,9 +41,12 @@ from agentrl_train.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+OPTIMIZER = "optimizer"
+"""Folders of the state of optimizers."""
 CRITIC = "critic"
 """Folder of the state of a critic."""
+MANIFEST = "manifest.json"
 EVALUATION = "evaluation.json"
 """File of the best model that names its step and its success."""
 
@@ -112,6 +118,8 @@ def save_checkpoint(
 ) -> int:
     """Write ``folder/step_<step>`` and delete all that are older than the ``keep`` newest intact ones.
 
+    Older ones that are kept lose the state of the optimizer.
+
     Args:
         folder: the ``checkpoints`` folder of a run.
         step: steps trained.
@@ -141,6 +149,8 @@ def save_checkpoint(
     for old in steps(folder):
         if old < oldest and old not in pinned:
             shutil.rmtree(folder / f"step_{old:06d}")
+        elif old < step:
+            _drop_optimizer(folder / f"step_{old:06d}")
     return oldest
 
 
@@ -245,8 +255,8 @@ def _write(
             for path in files
         },
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    for path in [*files, folder / "manifest.json"]:
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*files, folder / MANIFEST]:
         sync_file(path)
     for path in {file.parent for file in files} | {folder}:
         sync_folder(path)
@@ -264,6 +274,23 @@ def _newest_intact(folder: Path, *, written: int, count: int) -> list[int]:
         if step != written and is_intact(folder, step):
             intact.append(step)
     return intact
+
+
+def _drop_optimizer(checkpoint: Path) -> None:
+    """Delete the state of the optimizer from a checkpoint, which stays intact if this is interrupted."""
+    folders = [path for path in checkpoint.rglob(OPTIMIZER) if path.is_dir()]
+    if not folders:
+        return
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = manifest["files"].items()
+        kept = {name: entry for name, entry in files if OPTIMIZER not in Path(name).parts}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # damaged
+    with run_folder_errors(checkpoint):
+        write_file(checkpoint / MANIFEST, json.dumps(manifest | {"files": kept}, indent=1).encode())
+        for path in folders:
+            shutil.rmtree(path)
 
 
 def is_intact(folder: Path, step: int) -> bool:
@@ -297,7 +324,7 @@ def _recover(folder: Path) -> None:
 
 def _verify(folder: Path) -> None:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             raise CheckpointError(

@@ -1,18 +1,23 @@
-"""Progress display: a live table in a terminal, else one line per step."""
+"""Progress displays: a live table or a bar in a terminal, else lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 SMOOTHING = 0.8
 """Share of the old value in the moving averages shown."""
+LINE_EVERY_S = 10.0
+"""Seconds between two lines of ``Counter`` if the output is not a terminal."""
 
 
 @dataclass(slots=True)
@@ -150,6 +155,50 @@ class Progress:
                 _percent(values.get("valid_calls")),
             )
         return table
+
+
+class Counter:
+    """Shows the units of work that are done, and the time left: a bar in a terminal, else a line sometimes.
+
+    Args:
+        unit: plural of the unit, such as "episodes".
+        console: output, by default standard error.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, unit: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._unit = unit
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+        self._next_line = 0.0
+        columns = (BarColumn(), TextColumn("{task.description}"))
+        self._bars = Bars(
+            *columns, console=self._console, auto_refresh=False, disable=not self._console.is_terminal
+        )
+        self._bar = self._bars.add_task("")
+
+    def show(self, done: int, total: int, *facts: str) -> None:
+        """Show the progress; units that were done at the first call do not count for the time left."""
+        now = self._clock()
+        if self._start is None:
+            self._start = done, now
+            self._next_line = now
+        before, since = self._start
+        left = (now - since) / (done - before) * (total - done) if done > before else None
+        line = ", ".join([f"{done}/{total} {self._unit}", *facts, f"{_duration(left)} left"])
+        if self._console.is_terminal:
+            self._bars.start()
+            self._bars.update(self._bar, total=total, completed=done, description=line, refresh=True)
+        elif now >= self._next_line or done == total:
+            self._next_line = now + LINE_EVERY_S
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Stop the live display and keep its last state; idempotent."""
+        self._bars.stop()
 
 
 def _percent(value: float | None) -> str:

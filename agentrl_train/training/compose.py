@@ -52,7 +52,13 @@ from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_threa
 from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
 from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance
-from agentrl_train.training.evaluation import Evaluation, SessionShare, evaluate, held_out_samples
+from agentrl_train.training.evaluation import (
+    Evaluation,
+    EvaluationJournal,
+    SessionShare,
+    evaluate,
+    held_out_samples,
+)
 from agentrl_train.training.learners import (
     as_config_errors,
     limit_memory,
@@ -392,6 +398,7 @@ async def evaluate_alone(
     *,
     path: str,
     samples: int | None = None,
+    journal: EvaluationJournal | None = None,
     given: Mapping[str, Given] = MappingProxyType({}),
 ) -> dict[str, Evaluation]:
     """Evaluate the policy in ``path`` on the held-out samples, without a run.
@@ -407,7 +414,7 @@ async def evaluate_alone(
         ):
             slots = asyncio.Semaphore(config.engine.max_sessions)
             evaluator = make_evaluator(config, served=served, policy=ready, slots=slots, samples=samples)
-            return await require_evaluator(evaluator)()
+            return await require_evaluator(evaluator)(journal=journal)
 
 
 def follow(config: RunConfig) -> None:
@@ -458,13 +465,7 @@ def make_evaluator(
     if not count:
         return None
     actor = partial(
-        make_actor,
-        config,
-        served=served,
-        policy=policy,
-        slots=slots,
-        trace=trace,
-        weights=weights,
+        make_actor, config, served=served, policy=policy, slots=slots, trace=trace, weights=weights
     )
     sampling = config.evaluation_sampling
     return partial(

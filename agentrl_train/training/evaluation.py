@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from statistics import fmean
+from typing import Literal, Self
 
+from agentrl_env.evaluation.chat_model import Usage
+from agentrl_env.evaluation.record import EpisodeRecord, EvaluationSettings, RunFile, TurnRecord
 from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
+from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
 from agentrl_train.training.admission import sample_seed
-from agentrl_train.types import Episode, TaskSource, Trajectory
+from agentrl_train.types import Completion, Episode, EpisodeEnd, TaskSource, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,157 @@ class SessionShare:
         self._own.release()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Progress of an evaluation."""
+
+    total: int = 0
+    """Episodes of the evaluation, greedy ones included."""
+    done: int = 0
+    """Episodes with a result."""
+    sampled: int = 0
+    """Those of them that are not greedy."""
+    successes: int = 0
+    """Successful ones among the sampled."""
+    failed: int = 0
+    """Episodes without a result, because infrastructure failed."""
+
+
+class EvaluationJournal:
+    """The episodes of an evaluation on disk, in the files of ``agentrl-env eval``: a folder for each task.
+
+    Args:
+        folder: the folder, which is created.
+        model: name of the policy in the files.
+        show: called with the tally after each episode.
+    """
+
+    def __init__(
+        self, folder: Path, *, model: str, show: Callable[[Tally], None] = lambda tally: None
+    ) -> None:
+        self.folder = folder
+        self.tally = Tally()
+        self._model = model
+        self._show = show
+        self._files = ExitStack()
+        self._greedy: set[Path] = set()
+
+    def open(
+        self,
+        task: str,
+        *,
+        split: str,
+        indices: tuple[int, ...],
+        attempts: int,
+        seed: int,
+        temperature: float,
+        greedy: bool,
+    ) -> RunFile:
+        """Open the file of a task, or of its greedy episodes, with those of an interrupted evaluation.
+
+        Raises:
+            EvaluationError: the file cannot be written, or has an evaluation with other settings.
+        """
+        settings = EvaluationSettings(
+            task=task,
+            split=split,
+            model=self._model,
+            indices=indices,
+            attempts=attempts,
+            seed=seed,
+            temperature=temperature,
+        )
+        name = f"{task}-greedy" if greedy else task
+        file = self._files.enter_context(RunFile(self.folder / name, settings))
+        self._greedy |= {file.path} if greedy else set()
+        self._count(file, file.run.counted, total=len(settings.plan()))  # shown with the first episode
+        return file
+
+    def append(self, file: RunFile, episode: EpisodeRecord) -> None:
+        """Write an episode; raises ``EvaluationError``."""
+        file.append(episode)
+        self._count(file, [episode])
+        self._show(self.tally)
+
+    def _count(self, file: RunFile, episodes: Sequence[EpisodeRecord], *, total: int = 0) -> None:
+        tally = self.tally
+        played = [episode for episode in episodes if not episode.failed]
+        sampled = [] if file.path in self._greedy else played
+        self.tally = Tally(
+            total=tally.total + total,
+            done=tally.done + len(played),
+            sampled=tally.sampled + len(sampled),
+            successes=tally.successes + sum(episode.success for episode in sampled),
+            failed=tally.failed + len(episodes) - len(played),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._files.close()
+
+
+def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeRecord:
+    """Return the record of an episode. The turns of all segments follow one another."""
+    sides: dict[EpisodeEnd, Literal["model", "environment"]] = {EpisodeEnd.FAILED_ENGINE: "model"}
+    started = datetime.now(UTC) - timedelta(seconds=trajectory.seconds)
+    return EpisodeRecord(
+        index=index,
+        attempt=attempt,
+        seed=trajectory.sample.seed,
+        opening=tuple(trajectory.opening),
+        turns=tuple(
+            TurnRecord(
+                action=turn.message,
+                thought=turn.thought,
+                finish_reason=turn.completion.finish_reason,
+                usage=Usage(output=len(turn.completion.token_ids)),
+                invalid_calls=turn.invalid_calls,
+                messages=tuple(turn.reply),
+                reward=turn.reward,
+            )
+            for turn in trajectory.turns
+        ),
+        end=trajectory.end.value,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        metrics=dict(trajectory.metrics),
+        error=trajectory.error,
+        failed=sides.get(trajectory.end, "environment") if trajectory.end.failed else None,
+        seconds=trajectory.seconds,
+        started=started.isoformat(timespec="milliseconds"),
+    )
+
+
+def restored(record: EpisodeRecord, *, task: str, split: str) -> Trajectory:
+    """Return a recorded episode, without its tokens."""
+    return Trajectory(
+        sample=TaskSample(task=task, split=split, index=record.index, seed=record.seed or 0),
+        opening=record.opening,
+        turns=[
+            Turn(
+                prompt_ids=(),
+                completion=Completion(
+                    token_ids=(), logprobs=(), versions=(), finish_reason=turn.finish_reason or ""
+                ),
+                message=turn.action,
+                reply=turn.messages,
+                reward=turn.reward,
+                invalid_calls=turn.invalid_calls,
+                thought=turn.thought,
+            )
+            for turn in record.turns
+        ],
+        end=EpisodeEnd(record.end),
+        reward=record.reward,
+        success=record.success,
+        metrics=record.metrics,
+        error=record.error,
+        seconds=record.seconds,
+    )
+
+
 async def evaluate(
     actor: Actor,
     *,
@@ -142,6 +300,7 @@ async def evaluate(
     seed: int,
     attempts: int = 1,
     greedy: Actor | None = None,
+    journal: EvaluationJournal | None = None,
 ) -> dict[str, Evaluation]:
     """Play every sample of every task ``attempts`` times, and once with ``greedy``.
 
@@ -152,40 +311,62 @@ async def evaluate(
         seed: seed of all draws, so that results are reproducible.
         attempts: episodes per sample.
         greedy: plays with the same policy at temperature 0.
+        journal: keeps each episode as it ends, and has those of an evaluation that was interrupted.
 
     Raises:
+        EvaluationError: the journal cannot be written, or has an evaluation with other settings.
         EnvironmentUnavailable: more than half of a task's episodes failed.
     """
 
     async def one(task: str) -> Evaluation:
-        play = partial(_evaluate_task, task=task, indices=samples[task], split=split[task], seed=seed)
+        play = partial(
+            _evaluate_task, task=task, indices=samples[task], split=split[task], seed=seed, journal=journal
+        )
         if greedy is None:
             return await play(actor, attempts=attempts)
-        result, likeliest = await asyncio.gather(play(actor, attempts=attempts), play(greedy, attempts=1))
+        result, likeliest = await asyncio.gather(
+            play(actor, attempts=attempts), play(greedy, attempts=1, greedy=True)
+        )
         return replace(result, greedy=likeliest.trajectories)
 
     return {result.task: result for result in await asyncio.gather(*map(one, samples))}
 
 
 async def _evaluate_task(
-    actor: Actor, *, task: str, indices: Sequence[int], split: str, seed: int, attempts: int
+    actor: Actor,
+    *,
+    task: str,
+    indices: Sequence[int],
+    split: str,
+    seed: int,
+    attempts: int,
+    journal: EvaluationJournal | None,
+    greedy: bool = False,
 ) -> Evaluation:
-    trajectories = await asyncio.gather(
-        *(
-            actor.sibling(
-                Episode(
-                    task=task,
-                    split=split,
-                    index=index,
-                    seed=None,
-                    draw_seed=(seed, sample_seed(task, index)),
-                ),
-                number=attempt,
-            )
-            for index in indices
-            for attempt in range(attempts)
+    file = None
+    if journal is not None:
+        file = journal.open(
+            task,
+            split=split,
+            indices=tuple(indices),
+            attempts=attempts,
+            seed=seed,
+            temperature=actor.sampling.temperature,
+            greedy=greedy,
         )
-    )
+
+    async def play(index: int, attempt: int) -> Trajectory:
+        if file is not None and (known := file.run.episodes.get((index, attempt))) and not known.failed:
+            return restored(known, task=task, split=split)
+        draw_seed = (seed, sample_seed(task, index))
+        episode = Episode(task=task, split=split, index=index, seed=None, draw_seed=draw_seed)
+        trajectory = await actor.sibling(episode, number=attempt)
+        if journal is not None and file is not None:
+            journal.append(file, recorded(trajectory, index=index, attempt=attempt))
+        return trajectory
+
+    plan = [play(index, attempt) for index in indices for attempt in range(attempts)]
+    trajectories = await asyncio.gather(*plan)
     failed = [t for t in trajectories if t.end.failed]
     if 2 * len(failed) > len(trajectories):
         raise EnvironmentUnavailable(

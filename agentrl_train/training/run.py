@@ -34,6 +34,7 @@ from agentrl_train.storage.checkpoint import (
     save_checkpoint,
 )
 from agentrl_train.storage.checkpoint import steps as checkpoint_steps
+from agentrl_train.telemetry.health import Health
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import open_sinks
@@ -58,7 +59,8 @@ WRITE_TIMEOUT_S = 1800.0
 PROBES = 3
 """Attempts to get the first completion of the engine."""
 
-Evaluator = Callable[[], Awaitable[dict[str, Evaluation]]]
+Evaluator = Callable[..., Awaitable[dict[str, Evaluation]]]
+"""Evaluates a policy; a ``journal`` keeps the episodes."""
 CheckpointEvaluator = Callable[[Path, int], Awaitable[dict[str, Evaluation]]]
 """Evaluates the model in a folder, as that of a step, beside training."""
 
@@ -181,6 +183,7 @@ class Run:
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._diagnosis = Diagnosis(policy.chat, by_turn=trainer.algorithm.credit.name == "turn")
+        self._health = Health(max_grad_norm=policy.learner.settings.max_grad_norm)
         self._started = time.monotonic()
         device = str(policy.learner.device)
         self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
@@ -279,6 +282,7 @@ class Run:
         self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
         self._diagnosis.examine(step, trained)
+        self._health.examine(trained, step.groups)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}

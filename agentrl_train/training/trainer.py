@@ -33,7 +33,7 @@ from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
 from agentrl_train.training.observer import Observer
 
 if TYPE_CHECKING:
-    from agentrl_train.training.evaluation import Evaluations
+    from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
     from agentrl_train.training.run import Outcome, Run
     from agentrl_train.types import Step, Trajectory
 
@@ -155,12 +155,20 @@ class Trainer:
         if self._playing is not None:
             self._playing.stop()
 
-    def evaluate(self, samples: int | None = None, *, model: str | None = None) -> Evaluations:
+    def evaluate(
+        self,
+        samples: int | None = None,
+        *,
+        model: str | None = None,
+        journal: EvaluationJournal | None = None,
+    ) -> Evaluations:
         """Evaluate the policy on held-out samples: before, between, or after the steps.
 
         Args:
             samples: samples per task, by default ``eval.samples``.
             model: another model folder or name on the hub; only without a run in progress.
+            journal: keeps the episodes on disk as they end, and continues an interrupted evaluation; only
+                without a run in progress.
 
         Raises:
             TrainError: the evaluation failed.
@@ -171,11 +179,18 @@ class Trainer:
 
         if rank() > 0:
             return Evaluations(step=None, tasks={})
-        if self._playing is not None and model is None:
+        if self._playing is not None and model is None and journal is None:
             return self._playing.call(lambda run: run.evaluate(samples))
         path, step = (model, None) if model is not None else self._policy()
         tasks = _Thread(
-            partial(evaluate_alone, self.config, path=path, samples=samples, given=self._given)
+            partial(
+                evaluate_alone,
+                self.config,
+                path=path,
+                samples=samples,
+                journal=journal,
+                given=self._given,
+            )
         ).result()
         return Evaluations(step=step, tasks=tasks)
 

@@ -1,16 +1,27 @@
 """Commands: where a model is written, and which one is evaluated."""
 
+import io
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from agentrl_train.cli import commands
+from agentrl_train.cli.evaluating import evaluate_and_record
 from agentrl_train.config import RunConfig
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner.lora import is_adapter
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
+from agentrl_train.training.sft import expert_sequences
 from agentrl_train.training.trainer import Trainer
 from tests.tiny_models import make_model, make_tokenizer
+from tests.train.fakes import CHAT, Countdown
+from tests.train.training.test_sft import SOURCES
 
 
 def configured(folder: Path) -> RunConfig:
@@ -44,7 +55,7 @@ def test_evaluation_names_the_model_that_it_evaluates(
     config = configured(tmp_path)
     evaluated: list[str] = []
 
-    def evaluate(trainer: Trainer, *, model: str) -> Any:
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Any:
         evaluated.append(model)
         raise ConfigError("enough")
 
@@ -63,4 +74,88 @@ def test_evaluation_names_the_model_that_it_evaluates(
         "name": ("org/model", "--model"),
     }[choice]
     assert evaluated == [expected]
-    assert capsys.readouterr().out == f"evaluating {expected} ({reason})\n"
+    assert capsys.readouterr().out.startswith(f"evaluating {expected} ({reason})\n")
+
+
+def test_interrupted_evaluation_is_continued_and_a_finished_one_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folders = configured(tmp_path), list[Path]()
+    results: list[Evaluations | KeyboardInterrupt] = []
+
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Evaluations:
+        folders.append(journal.folder)
+        result = results.pop()
+        if isinstance(result, KeyboardInterrupt):
+            raise result
+        return result
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    finished = Evaluations(step=None, tasks={})
+    for result in (KeyboardInterrupt(), finished, finished):
+        results.append(result)
+        with suppress(KeyboardInterrupt):
+            evaluate_and_record(Trainer(config), path="org/model", output=None)
+    interrupted, continued, repeated = folders
+    assert interrupted == continued
+    assert interrupted.parent == config.run_folder / "evaluations"
+    assert (continued / "result.json").exists()
+    assert repeated.name == f"{continued.name}-2"
+
+
+@pytest.mark.parametrize("change", ["weights", "settings"])
+def test_evaluation_of_other_weights_or_settings_has_a_folder_of_its_own(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folders = configured(tmp_path), list[Path]()
+
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Evaluations:
+        folders.append(journal.folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"1")
+    for number in range(2):
+        if number and change == "weights":
+            weights.write_bytes(b"12")
+        if number and change == "settings":
+            engine = config.engine.model_copy(update={"temperature": 0.5})
+            config = config.model_copy(update={"engine": engine})
+        with suppress(KeyboardInterrupt):
+            evaluate_and_record(Trainer(config), path=str(weights.parent), output=None)
+    assert len(set(folders)) == 2
+
+
+async def test_imitation_honours_lora_and_dtype_and_shows_loss_and_time_left(tmp_path: Path) -> None:
+    async with Countdown.local() as client:
+        sequences, _ = await expert_sequences(
+            {"countdown": client}, CHAT, sources=SOURCES, count=4, max_sessions=4
+        )
+    table = configured(tmp_path).model_dump() | {"sft": {"steps": 3, "batch_size": 2}}
+    table["model"]["dtype"] = "bfloat16"
+    table["train"]["lora"] = {"rank": 4, "alpha": 8.0}
+    model = make_model().to(torch.bfloat16)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    learner = commands.imitate(
+        RunConfig.model_validate(table), model=model, sequences=sequences, console=console
+    )
+    assert learner.num_updates == 3
+    frozen = [value for name, value in model.named_parameters() if not is_adapter(name)]
+    assert {value.dtype for value in frozen} == {torch.bfloat16}
+    after = dict(learner.weights())
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name].to(torch.bfloat16), value) for name, value in before.items())
+    first, *_, last = shown.getvalue().splitlines()
+    assert first == "0/3 updates, - left"
+    assert re.fullmatch(r"3/3 updates, loss \d+\.\d{4}, [\d,]+ tokens/s, 0:00 left", last)
+
+
+def test_imitation_without_a_layer_for_adapters_is_refused(tmp_path: Path) -> None:
+    table = configured(tmp_path).model_dump()
+    table["train"]["lora"] = {"rank": 4, "alpha": 8.0, "targets": ["absent"]}
+    with pytest.raises(ConfigError, match=r"train\.lora\.targets = \['absent'\] matches no linear layer"):
+        commands.imitate(RunConfig.model_validate(table), model=make_model(), sequences=())

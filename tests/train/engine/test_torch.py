@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from copy import deepcopy
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from agentrl_train.engine.sampling import SINGLE_BLOCK, draw, sample
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
@@ -214,11 +216,43 @@ async def test_cancelled_request_releases_its_row() -> None:
     await engine.close()
 
 
-async def test_missed_deadline_raises_engine_error() -> None:
-    engine = make_engine(deadline_s=0.05, max_context=1024, stop_token_ids=[])
-    with pytest.raises(EngineError, match="no completion within"):
-        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=1000), session_key="a")
+async def test_completion_of_an_engine_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang(scheduler: Scheduler) -> None:
+        hangs.set()
+        released.wait()
+
+    monkeypatch.setattr(Scheduler, "step", hang)
+    engine = make_engine(deadline_s=0.01)
+    with pytest.raises(EngineError, match=r"the engine made no progress for 0\.01 s"):
+        await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=8), session_key="a")
+    assert hangs.is_set()
+    with pytest.raises(EngineError, match=r"the engine did not end a step within 0\.01 s"):
+        engine.ping()
+    monkeypatch.undo()
+    released.set()
     await engine.close()
+
+
+async def test_every_pass_of_the_engine_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    async def spy(
+        work: Awaitable[Completion], *, progress: Callable[[], int], **options: object
+    ) -> Completion:
+        counts.append(progress())
+        try:
+            return await work
+        finally:
+            counts.append(progress())
+
+    monkeypatch.setattr("agentrl_train.engine.torch.while_progress", spy)
+    engine = make_engine(stop_token_ids=[])
+    await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=9), session_key="a")
+    await engine.close()
+    before, after = counts
+    assert after - before >= 8
 
 
 async def test_context_without_room_is_rejected(engine: TorchEngine) -> None:

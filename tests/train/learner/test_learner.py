@@ -1,4 +1,5 @@
 import copy
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -417,6 +418,23 @@ def test_resumed_learner_continues_bit_for_bit(tmp_path):
     assert torch.equal(torch.rand(1), draw)
     for name, value in resumed.weights().items():
         assert torch.equal(value, straight.weights()[name])
+
+
+def test_learner_resumes_without_the_optimizer_and_warns(tmp_path, caplog):
+    straight = learner(warmup_steps=2)
+    for seed in range(2):
+        straight.step(pack(made(6, seed=seed)))
+    straight.snapshot().write(tmp_path)
+    shutil.rmtree(tmp_path / "learner" / "optimizer")
+
+    resumed = learner(moved(qwen()), warmup_steps=2)
+    resumed.load(tmp_path)
+    assert "has no optimizer state" in caplog.text
+    assert resumed.num_updates == 2
+    for name, value in resumed.weights().items():
+        assert torch.equal(value, straight.weights()[name])
+    assert resumed.step(pack(made(6, seed=2)))["grad_norm"] > 0.0
+    assert resumed.num_updates == 3
 
 
 def test_learning_rate_schedule():

@@ -2,6 +2,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -348,8 +349,9 @@ class State:
     """A fake learner state."""
 
     def write(self, folder: Path) -> None:
-        (folder / "learner").mkdir()
+        (folder / "learner" / "optimizer").mkdir(parents=True)
         (folder / "learner" / "state.bin").write_bytes(bytes(64))
+        (folder / "learner" / "optimizer" / "moments.bin").write_bytes(bytes(64))
 
 
 class FullDisk:
@@ -410,6 +412,57 @@ def test_empty_folder_has_no_checkpoint(tmp_path: Path):
 def test_only_newest_checkpoints_are_kept(tmp_path: Path):
     assert [save(tmp_path, step) for step in (5, 10, 15)] == [5, 5, 10]
     assert steps(tmp_path) == [10, 15]
+
+
+def moments(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints with an optimizer state."""
+    found = folder.glob("step_*/learner/optimizer/moments.bin")
+    return sorted(int(path.parents[2].name.removeprefix("step_")) for path in found)
+
+
+def test_only_the_newest_checkpoint_keeps_the_optimizer(tmp_path: Path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, keep=2, pinned={5})
+        assert moments(tmp_path) == [step]
+    assert steps(tmp_path) == [5, 10, 15]
+    for step in (5, 10, 15):
+        assert load_checkpoint(tmp_path / f"step_{step:06d}").step == step
+
+
+def test_optimizer_is_kept_until_the_next_checkpoint_is_complete(tmp_path: Path):
+    save(tmp_path, 5)
+    with pytest.raises(RunFolderError):
+        save(tmp_path, 10, model=FullDisk(OSError(errno.ENOSPC, "No space left on device")))
+    assert moments(tmp_path) == [5]
+
+
+def test_killed_removal_of_an_optimizer_leaves_its_checkpoint_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path, 5)
+    remove = shutil.rmtree
+
+    def killed(path: Path, **options: bool) -> None:
+        if Path(path).name == "optimizer":
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 10)
+    monkeypatch.undo()
+    assert moments(tmp_path) == [5, 10]
+    assert load_checkpoint(tmp_path / "step_000005").step == 5
+    save(tmp_path, 15, keep=3)
+    assert moments(tmp_path) == [15]
+
+
+def test_optimizer_of_a_damaged_newer_checkpoint_is_not_removed(tmp_path: Path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    damage(tmp_path / "step_000020" / "learner" / "optimizer" / "moments.bin")
+    save(tmp_path, 13)
+    assert load_latest(tmp_path).step == 13
 
 
 @pytest.mark.parametrize(
