@@ -144,6 +144,8 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
     headings += [f"pass@{attempts}"] * (attempts > 1)
     greedy = all(result.greedy for result in results.values())
     headings += ["greedy"] * greedy
+    tolerant = any(result.tolerant_calls for result in results.values())
+    headings += ["read tolerantly"] * tolerant
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, result in results.items():
@@ -152,6 +154,7 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
         cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
         cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
         cells += [f"{result.greedy_success:.1%}"] if greedy else []
+        cells += [f"{result.tolerant_calls:.1%}"] if tolerant else []
         table.add_row(*cells)
     return table
 

@@ -17,11 +17,12 @@ from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.actor import require_room
-from agentrl_train.chat import REFUSALS, ChatFormat
+from agentrl_train.chat import REFUSALS, ChatFormat, Reading
 from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.sub_agent import views
 from agentrl_train.tool_calls import THOUGHT_BEGINS
+from agentrl_train.tool_calls.schemas import example_arguments
 from agentrl_train.types import Sampling, TaskSource
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ OPEN_S = 60.0
 
 _TASK, _RESULT, _TEXT = "the-task-is-here", "the-result-is-here", "some text"
 _THOUGHT = re.compile(rf"{THOUGHT_BEGINS}.*", re.DOTALL)
-_EXAMPLES = {"string": _TEXT, "integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}}
 _IN_PROMPT = "set model.tool_parser = 'prompt' to write tools, calls and results as text"
 _TEMPLATE = "model.chat_template to a template that does"
 
@@ -115,14 +115,14 @@ def _check_call(
 ) -> None:
     """Check one call in the model's own syntax, its result, and the conversation that the template writes."""
     name, syntax = tool.function.name, chat.parser.name
-    arguments = {key: _example(schema) for key, schema in _properties(tool).items()}
+    arguments = example_arguments(tool, text=_TEXT)
     call = ToolCall(
         id=chat.parser.call_id(1, 0, name),
         function=FunctionCall(name=name, arguments=json.dumps(arguments)),
     )
     message = Message.assistant(None, call)
     prompt = chat.opening(opening, tools)
-    parsed, _ = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
+    parsed = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
     if not _same(parsed, name, arguments):
         raise ConfigError(
             f"a call of {name!r} in the syntax {syntax!r} is not read back as it was written; "
@@ -148,7 +148,7 @@ def _check_call(
     written = whole[len(before) : len(whole) - len(reply)].strip().removeprefix(header)
     if name not in written:
         return  # it writes no calls: the syntax is known from elsewhere
-    if not _same(chat.parse_text(written, turn=1, tools=tools)[0], name, arguments):
+    if not _same(chat.parse_text(written, turn=1, tools=tools), name, arguments):
         problem = f"the chat template writes calls in another syntax than {syntax!r}"
         if not chat.chosen:
             raise ConfigError(f"{problem}; set model.tool_parser to the one that it writes, or to 'prompt'")
@@ -159,23 +159,9 @@ def _renamed(tool: ToolSpec) -> ToolSpec:
     return tool.model_copy(update={"function": tool.function.model_copy(update={"name": "?"})})
 
 
-def _same(message: Message, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a message has exactly this call."""
-    if message.tool_calls is None or len(message.tool_calls) != 1:
+def _same(parsed: Reading, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return True if exactly this call was read, in the syntax of the family."""
+    calls = parsed.message.tool_calls
+    if parsed.tolerant or calls is None or len(calls) != 1:
         return False
-    function = message.tool_calls[0].function
-    return function.name == name and json.loads(function.arguments) == arguments
-
-
-def _properties(tool: ToolSpec) -> Mapping[str, Any]:
-    properties = tool.function.parameters.get("properties")
-    return properties if isinstance(properties, dict) else {}
-
-
-def _example(schema: Any) -> Any:
-    """Return a value of a schema."""
-    schema = schema if isinstance(schema, dict) else {}
-    if choices := schema.get("enum"):
-        return choices[0]
-    kind = schema.get("type")
-    return _EXAMPLES.get(kind if isinstance(kind, str) else "string", _TEXT)
+    return calls[0].function.name == name and json.loads(calls[0].function.arguments) == arguments

@@ -189,7 +189,7 @@ def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     text = chat.text(opening)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert text.endswith("<think>\n")
-    message, thought = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1, prompt=opening)
+    message, thought, _ = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1, prompt=opening)
     assert (message.content, message.tool_calls, thought) == (None, None, "just a thought")
 
 
