@@ -32,7 +32,7 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.training.engines import threads_each
 from agentrl_train.training.evaluation import Evaluation
-from agentrl_train.training.sft import expert_sequences, train_sft
+from agentrl_train.training.sft import expert_sequences, longest_turn, train_sft
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
 
@@ -257,6 +257,12 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    if (longest := longest_turn(sequences)) > (limit := config.engine.max_new_tokens):
+        console.print(
+            f"warning: the longest turn of the experts has {longest} tokens, but engine.max_new_tokens = "
+            f"{limit} cuts turns off: set it to at least {longest}",
+            soft_wrap=True,
+        )
     kept = {"precision", "activation_checkpointing", "offload_optimizer"}
     train = TrainSection(
         learning_rate=settings.learning_rate,

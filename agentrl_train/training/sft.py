@@ -97,6 +97,15 @@ async def expert_sequences(
     return sequences, success
 
 
+def longest_turn(sequences: Sequence[TokenSequence]) -> int:
+    """Return the tokens of the longest turn of the experts."""
+    longest = 0
+    for sequence in sequences:
+        edges = np.flatnonzero(np.diff(sequence.loss_mask > 0, prepend=False, append=False))
+        longest = max(longest, int(np.diff(edges)[::2].max(initial=0)))
+    return longest
+
+
 def train_sft(
     learner: Learner,
     sequences: Sequence[TokenSequence],

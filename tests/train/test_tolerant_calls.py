@@ -85,6 +85,30 @@ def test_lists_of_calls_and_calls_of_the_openai_api_are_read(
     assert read(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '```json\n{"name": "buy", "arguments": {"seller": "delta", "query": "small red lamp"}}\n```',
+            [("buy", {"seller": "delta", "query": "small red lamp"})],
+        ),
+        (
+            '```json\n{\n  "name": "buy",\n  "arguments": {\n    "seller": "delta"\n  }\n}\n```',
+            [("buy", {"seller": "delta"})],
+        ),
+        ('{"name": "buy", "arguments": {"seller": "acme", "query": "small red lamp"}', []),
+    ],
+)
+def test_completions_of_qwen_coder_for_the_shop_are_read_or_answered_with_the_reason(
+    text: str, expected: list[tuple[str, Any]]
+) -> None:
+    assert read(text) == expected
+    if not expected:
+        assert problem(text, TOOLS) == (
+            'its JSON ends early, after \'uery": "small red lamp"}\'; missing at the end: }'
+        )
+
+
 def test_content_keeps_the_prose_around_a_call_without_its_fence() -> None:
     parsed, _ = read_turn(HERMES, f"I will look.\n```json\n[{CALL}]\n```\nThen I buy.", TOOLS)
     assert parsed.content == "I will look.\nThen I buy."
