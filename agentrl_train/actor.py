@@ -34,6 +34,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import RolloutSection
 from agentrl_train.errors import OUTAGES, EngineError
 from agentrl_train.reward import Rewards
+from agentrl_train.tool_calls.errors import with_syntax
 from agentrl_train.types import (
     ROOT,
     UNTRACED,
@@ -389,7 +390,7 @@ class _Attempt:
             count = len(self._turns) + 1
             with self._trace.span(self._track, f"turn {count}"):
                 *spare, completion = [await self.complete(context, segment=number) for _ in self._samples]
-                message, thought = self._chat.parse(
+                message, thought, tolerant = self._chat.parse(
                     completion.token_ids, turn=count, tools=tools, prompt=context
                 )
                 turn = partial(
@@ -398,6 +399,7 @@ class _Attempt:
                     completion=completion,
                     message=message,
                     thought=thought,
+                    tolerant=tolerant,
                     segment=number,
                     alternatives=spare,
                 )
@@ -426,9 +428,12 @@ class _Attempt:
         with self._trace.span(self._track, "environment"):
             result = _valid(await self._answered(session.step(message)))
         invalid_calls = int(result.metrics.get("invalid_calls", 0))
-        self._turns.append(turn(reply=result.messages, reward=result.reward, invalid_calls=invalid_calls))
+        reply = with_syntax(
+            result.messages, message, invalid_calls=invalid_calls, parser=self._chat.parser, tools=tools
+        )
+        self._turns.append(turn(reply=reply, reward=result.reward, invalid_calls=invalid_calls))
         if not result.final:
-            return result.messages
+            return reply
         self._metrics = dict(result.metrics)
         return episode_end(result)
 

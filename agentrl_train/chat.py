@@ -30,7 +30,9 @@ from agentrl_train.tool_calls import (
     ToolParser,
     parser_for,
     parser_named,
+    read_turn,
 )
+from agentrl_train.tool_calls.schemas import ordered
 
 _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
@@ -79,6 +81,17 @@ class _CallForm(NamedTuple):
 _CALL_FORMS = [_CallForm(no_content, text) for text in (False, True) for no_content in (None, "")]
 
 
+class Reading(NamedTuple):
+    """A completion as parsed."""
+
+    message: Message
+    """The message for the environment."""
+    thought: str | None
+    """The thought, which the environment never sees."""
+    tolerant: bool
+    """True if its calls are not in the syntax of the model's family, and were read nevertheless."""
+
+
 class ChatFormat:
     """Renders sessions with the chat template of one tokenizer.
 
@@ -120,7 +133,7 @@ class ChatFormat:
         self._system_prompt = system_prompt
         self._special, self._control = _control_tokens(tokenizer)
         self._encoded = lru_cache(_KEPT)(self._encode_text)
-        self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(json.loads(tool)))
+        self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(_shown(json.loads(tool))))
         self._form = _CALL_FORMS[0]
         self._tools_in_replies = True
         """Whether replies depend on the tools; where they do not, leaving them out saves half of the time."""
@@ -166,11 +179,11 @@ class ChatFormat:
         turn: int,
         tools: Sequence[ToolSpec] = (),
         prompt: Sequence[int] = (),
-    ) -> tuple[Message, str | None]:
-        """Parse a completion of a prompt; return the message for the environment, and the thought apart.
+    ) -> Reading:
+        """Parse a completion of a prompt.
 
-        A call that cannot be read becomes a call with an empty name, which the environment answers with an
-        error message for the model. Nothing in a thought is a call, closed or not.
+        A call that cannot be read becomes a call with an empty name, which is answered with an error message
+        for the model. Nothing in a thought is a call, closed or not.
         """
         stopped = len(token_ids) > 0 and token_ids[-1] in self._stops.values()
         ids = list(token_ids[:-1] if stopped else token_ids)
@@ -178,9 +191,9 @@ class ChatFormat:
 
     def parse_text(
         self, text: str, *, turn: int, tools: Sequence[ToolSpec] = (), in_thought: bool = False
-    ) -> tuple[Message, str | None]:
+    ) -> Reading:
         """Parse the text of a completion like ``parse``."""
-        parsed = self.parser.parse(text, tools, in_thought=in_thought)
+        parsed, tolerant = read_turn(self.parser, text, tools, in_thought=in_thought)
         own_ids = {call.id for call in parsed.calls if call.id}
         calls = [
             ToolCall(
@@ -192,7 +205,7 @@ class ChatFormat:
             )
             for number, call in enumerate(parsed.calls)
         ]
-        return Message.assistant(parsed.content, *calls), parsed.thought
+        return Reading(Message.assistant(parsed.content, *calls), parsed.thought, tolerant)
 
     def completion(self, message: Message, *, prompt: Sequence[int] = ()) -> list[int]:
         """Return the tokens a model would sample after a prompt to produce ``message``."""
@@ -308,7 +321,7 @@ class ChatFormat:
         """Return the opening with the texts in front that the settings ask for."""
         texts: list[str] = [self._as_text(self._system_prompt)] if self._system_prompt else []
         if self.in_prompt and tools:
-            shown = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
+            shown = (json.dumps(_shown(tool.model_dump())["function"], ensure_ascii=False) for tool in tools)
             texts.append(_INSTRUCTIONS.format(tools=self._as_text("\n".join(shown))))
         if not texts:
             return messages
@@ -493,6 +506,12 @@ class ChatFormat:
                 f"system prompt; choose one of {choices}"
             )
         return parser_named(name, template)
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the keywords of its schema in the usual order."""
+    function = tool["function"]
+    return tool | {"function": function | {"parameters": ordered(function["parameters"])}}
 
 
 def _template_variables(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> dict[str, Any]:

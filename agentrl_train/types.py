@@ -167,6 +167,8 @@ class Turn:
     reward: float
     invalid_calls: int = 0
     """Tool calls of this turn that the environment rejected (a model error)."""
+    tolerant: bool = False
+    """True if its calls are not in the syntax of the model's family, and were read nevertheless."""
     thought: str | None = None
     """The thought of the completion; it is recorded, and the environment never sees it."""
     segment: int = 0

@@ -35,7 +35,7 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.telemetry.progress import Counter
 from agentrl_train.training.learners import as_config_errors
-from agentrl_train.training.sft import expert_sequences, train_sft
+from agentrl_train.training.sft import expert_sequences, longest_turn, train_sft
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
 from agentrl_train.types import TokenSequence
@@ -241,7 +241,14 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
             max_sessions=config.engine.max_sessions,
         )
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
-    Console().print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    console = Console()
+    console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
+    if (longest := longest_turn(sequences)) > (limit := config.engine.max_new_tokens):
+        console.print(
+            f"warning: the longest turn of the experts has {longest} tokens, but engine.max_new_tokens = "
+            f"{limit} cuts turns off: set it to at least {longest}",
+            soft_wrap=True,
+        )
     learner = imitate(config, model=model, sequences=sequences)
     dtype = DTYPES[config.model.dtype]
     weights = {name: value.to(dtype) for name, value in learner.weights().items()}

@@ -83,6 +83,7 @@ def _result(results: Mapping[str, Evaluation]) -> dict[str, Any]:
             "interval": list(result.interval),
             "greedy": result.greedy_success if result.greedy else None,
             "valid_calls": result.valid_calls,
+            "tolerant_calls": result.tolerant_calls,
             "turns": result.mean_turns,
         }
         for task, result in results.items()
@@ -97,6 +98,8 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
     headings += [f"pass@{attempts}"] * (attempts > 1)
     greedy = all(result.greedy for result in results.values())
     headings += ["greedy"] * greedy
+    tolerant = any(result.tolerant_calls for result in results.values())
+    headings += ["read tolerantly"] * tolerant
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, result in results.items():
@@ -105,5 +108,6 @@ def evaluation_table(results: Mapping[str, Evaluation]) -> Table:
         cells += [f"{result.valid_calls:.1%}", f"{result.mean_turns:.1f}"]
         cells += [f"{result.pass_at(attempts):.1%}"] if attempts > 1 else []
         cells += [f"{result.greedy_success:.1%}"] if greedy else []
+        cells += [f"{result.tolerant_calls:.1%}"] if tolerant else []
         table.add_row(*cells)
     return table

@@ -55,6 +55,7 @@ class Call:
     message: Message = field(default_factory=Message.assistant)
     thought: str | None = None
     invalid_calls: int = 0
+    tolerant: bool = False
     reward: float = 0.0
     cut: bool = False
     """Whether the token limit ended the answer."""
@@ -193,8 +194,9 @@ class Recorder:
                 in_thought=self._chat.in_thought(call.context),
             )
         names = {tool.function.name for tool in call.conversation.tools}
-        call.invalid_calls = sum(one.function.name not in names for one in parsed[0].tool_calls or ())
-        call.completion, call.message, call.thought = completion, _readable(parsed[0]), parsed[1]
+        call.invalid_calls = sum(one.function.name not in names for one in parsed.message.tool_calls or ())
+        call.completion, call.message, call.thought = completion, _readable(parsed.message), parsed.thought
+        call.tolerant = parsed.tolerant
         conversation = call.conversation
         conversation.keys = [*conversation.keys, self._key(call.message)]
         call.end = len(conversation.keys)
@@ -242,6 +244,7 @@ class Recorder:
                     reply=later[0].new if later else (),
                     reward=call.reward,
                     invalid_calls=call.invalid_calls,
+                    tolerant=call.tolerant,
                     thought=call.thought,
                     segment=kept.index(call.conversation),
                 )

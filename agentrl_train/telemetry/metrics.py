@@ -14,9 +14,9 @@ The progress display and the report use, per step, ``staleness_mean``, ``stalene
 ..., ``trained_tokens_per_s``, ``sampled_tokens_per_s`` and the same with the suffix ``_ceiling``,
 ``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``, ``prefilled_tokens``,
 ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
-``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``
-and ``token_share``, and ``score.<name>`` of each score of ``[reward]``. Missing names are skipped, and
-other names are recorded too.
+``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``,
+``tolerant_calls`` and ``token_share``, and ``score.<name>`` of each score of ``[reward]``. Missing names are
+skipped, and other names are recorded too.
 """
 
 from __future__ import annotations
@@ -271,6 +271,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
+        **({"tolerant": True} if turn.tolerant else {}),
         **({"thought": turn.thought} if turn.thought else {}),
     }
 

@@ -90,7 +90,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a message."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live display and keep its last state; idempotent."""

@@ -1,16 +1,18 @@
 """The syntax of tool calls, by family of models: text of a turn -> thought, content and calls, and back.
 
 ``parser_for`` chooses a family from a chat template; ``PARSERS`` holds them by name. Nothing in a thought is
-a call. Where a call begins and cannot be read, it becomes a call without a name, never content: the
-environment answers it with an error for the model.
+a call. Where a call begins and cannot be read, it becomes a call without a name, never content: it is
+answered with an error for the model (``errors.py``). ``read_turn`` also reads calls of known tools that are
+JSON outside of the syntax of the family (``tolerant.py``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from agentrl_env.types import ToolSpec
 from agentrl_train.tool_calls.channels import Harmony
 from agentrl_train.tool_calls.json_forms import (
     Apertus,
@@ -23,6 +25,7 @@ from agentrl_train.tool_calls.json_forms import (
     Mistral,
 )
 from agentrl_train.tool_calls.python_forms import PythonFamily
+from agentrl_train.tool_calls.tolerant import read_tolerantly
 from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser, one_of
 from agentrl_train.tool_calls.xml_forms import XmlFamily
 
@@ -35,6 +38,7 @@ __all__ = [
     "ToolParser",
     "parser_for",
     "parser_named",
+    "read_turn",
 ]
 
 PROMPT = "prompt"
@@ -194,3 +198,21 @@ def _tag(thought: str) -> str:
 
 THOUGHT_BEGINS = f"(?:{one_of({_tag(form) for family in _FAMILIES for form in family.thoughts})})"
 """Pattern of what opens a thought."""
+_THOUGHT_ENDS = one_of(
+    {
+        form.partition("{}")[2].strip()
+        for family in _FAMILIES
+        if isinstance(family, Family)
+        for form in family.thoughts
+    }
+)
+_THOUGHT = re.compile(f"{THOUGHT_BEGINS}|{_THOUGHT_ENDS}")
+
+
+def read_turn(
+    parser: ToolParser, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False
+) -> tuple[ParsedTurn, bool]:
+    """Parse a turn like ``ToolParser.parse``; return it, and True if the tolerant reader found calls."""
+    turn = parser.parse(text, tools, in_thought=in_thought)
+    tolerant = read_tolerantly(turn, tools, thought=_THOUGHT)
+    return tolerant or turn, tolerant is not None

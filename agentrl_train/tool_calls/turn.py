@@ -220,12 +220,20 @@ def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCal
 
 def read_json(text: str, position: int) -> tuple[Any, int] | None:
     """Return the JSON value at a position and the position after it, or None if there is none."""
+    found = scan_json(text, position)
+    return None if isinstance(found, json.JSONDecodeError) else found
+
+
+def scan_json(text: str, position: int) -> tuple[Any, int] | json.JSONDecodeError:
+    """Return what ``read_json`` returns, or the error if there is no JSON value."""
     start = _SPACE.match(text, position)
     assert start is not None
     try:
         return _JSON.raw_decode(text, start.end())
-    except (ValueError, RecursionError):
-        return None
+    except json.JSONDecodeError as error:
+        return error
+    except (ValueError, RecursionError) as error:
+        return json.JSONDecodeError(str(error), text, start.end())
 
 
 def json_text(value: Any) -> str:

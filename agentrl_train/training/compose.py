@@ -187,6 +187,7 @@ async def policy(
                 tokenizer=ready.tokenizer,
                 chat=ready.chat,
                 engine=ready.engine,
+                prompts=ready.prompts,
                 learner=learner,
                 publisher=publisher,
                 check=DriftCheck(
@@ -236,7 +237,7 @@ async def _loaded(
     else:
         (model, tokenizer), stored = load_policy(path, device=device, **place), None
     chat = chat_format(config.model, model=model, tokenizer=tokenizer)
-    await check_sessions(
+    prompts = await check_sessions(
         chat,
         served.clients,
         sources=[source for source in served.sources if source.task not in served.programs],
@@ -256,7 +257,7 @@ async def _loaded(
         launcher=launcher,
     )
     try:
-        yield model, stored, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine)
+        yield model, stored, ServedPolicy(tokenizer=tokenizer, chat=chat, engine=engine, prompts=prompts)
     finally:
         await engine.close()
 

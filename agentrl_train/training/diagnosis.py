@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 FEW_VALID_CALLS = 0.1
 """Share of turns with valid calls below which the warning of a run that learns nothing names it."""
+MANY_CUT_TURNS = 0.25
+"""Share of turns of a task that the token limit ends above which a warning names the limit."""
 LARGE_KL = 0.1
 """KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
 QUOTED = 300
@@ -31,12 +33,18 @@ class Diagnosis:
         self._chat = chat
         self._by_turn = by_turn
         self._counts: Counter[str] = Counter()
+        self._cut: set[str] = set()
+        """Tasks with a warning about cut turns."""
 
     def examine(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Log the warnings about a trained step."""
         groups, idle = step.groups, self._counts["idle"] + 1
         self._warn("idle", None if metrics.get("loss_tokens") else no_signal_warning(groups, steps=idle))
         self._warn("no calls", no_calls_warning(groups, chat=self._chat))
+        for task, warning in cut_turns_warnings(groups).items():
+            if task not in self._cut:
+                self._cut.add(task)
+                logger.warning("%s", warning)
         self._warn("large", large_step_warning(metrics), in_a_row=False)
         if self._by_turn and step.next_version == 1:
             self._warn("turns", turn_rewards_warning(groups))
@@ -84,6 +92,27 @@ def large_step_warning(metrics: Mapping[str, float]) -> str | None:
         f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
         "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
     )
+
+
+def cut_turns_warnings(groups: Sequence[TrajectoryGroup]) -> dict[str, str]:
+    """Return a warning for each task with many turns that ``engine.max_new_tokens`` cut off.
+
+    The last turn of an episode that fills the context is cut by ``engine.max_context``, and does not count.
+    """
+    cut: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for group in groups:
+        for episode in group.trajectories:
+            full = episode.end is EpisodeEnd.TRUNCATED_LENGTH
+            turns = episode.turns[:-1] if full else episode.turns
+            total[group.task] += len(turns)
+            cut[group.task] += sum(turn.completion.finish_reason == "length" for turn in turns)
+    return {
+        task: f"{number / total[task]:.0%} of the turns of {task} were cut off by engine.max_new_tokens, and "
+        "a call that is cut cannot be read: raise it, or let the task's opening ask for short answers"
+        for task, number in cut.items()
+        if number > MANY_CUT_TURNS * total[task]
+    }
 
 
 def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:

@@ -80,6 +80,12 @@ class Evaluation:
         turns = [turn for t in self.counted for turn in t.turns]
         return sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
 
+    @property
+    def tolerant_calls(self) -> float:
+        """Share of turns with calls outside of the syntax of the model's family."""
+        turns = [turn for t in self.counted for turn in t.turns]
+        return sum(turn.tolerant for turn in turns) / max(1, len(turns))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:

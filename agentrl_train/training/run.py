@@ -47,6 +47,7 @@ from agentrl_train.training.evaluation import Evaluation, Evaluations
 from agentrl_train.training.loop import Loop
 from agentrl_train.training.observer import Observer
 from agentrl_train.training.step_trainer import TRACK, StepTrainer, by_task
+from agentrl_train.training.template_check import Prompt, describe_completions
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Step, Trace, Trajectory
 from agentrl_train.weights import DriftCheck, Publisher
 
@@ -72,6 +73,8 @@ class ServedPolicy:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     engine: RunningEngine
+    prompts: Sequence[Prompt]
+    """A prompt of each task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,10 @@ class Run:
         await in_thread(publish, within_s=self._step_timeout_s, doing="publishing the first weights")
         await self._probe(version)
         if self._fresh:
+            for line in await describe_completions(
+                self._policy.chat, self._policy.engine, self._policy.prompts
+            ):
+                self._log.note(line)
             if not await self._evaluate_step(0):
                 return Outcome(folder=self._folder, step=0, summary=None)
             await self._checkpoint(step=0)

@@ -39,7 +39,7 @@ async def expert_sequence(
             completion = chat.completion(await session.expert(), prompt=new_ids)
             turn += 1
             # As it would be read from a policy: with the ids of calls that the template accepts.
-            message, _ = chat.parse(completion, turn=turn, tools=session.tools, prompt=new_ids)
+            message = chat.parse(completion, turn=turn, tools=session.tools, prompt=new_ids).message
             ids += [*new_ids, *completion]
             mask += [0.0] * len(new_ids) + [1.0] * len(completion)
             result = await session.step(message)
@@ -95,6 +95,15 @@ async def expert_sequences(
         sequences += [sequence for sequence, _ in traces]
         success[task] = sum(ok for _, ok in traces) / count
     return sequences, success
+
+
+def longest_turn(sequences: Sequence[TokenSequence]) -> int:
+    """Return the tokens of the longest turn of the experts."""
+    longest = 0
+    for sequence in sequences:
+        edges = np.flatnonzero(np.diff(sequence.loss_mask > 0, prepend=False, append=False))
+        longest = max(longest, int(np.diff(edges)[::2].max(initial=0)))
+    return longest
 
 
 def train_sft(

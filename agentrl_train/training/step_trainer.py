@@ -305,6 +305,7 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
             "reward": float(np.mean([t.reward for t in played])),
             "turns": float(np.mean([len(t.turns) for t in played])),
             "valid_calls": float(np.mean([turn.invalid_calls == 0 for turn in turns])),
+            "tolerant_calls": float(np.mean([turn.tolerant for turn in turns])),
             "tokens": float(tokens := sum(t.num_sampled_tokens for t in played)),
             "token_share": tokens / max(1, total),
             "groups_with_signal": float(np.mean(signal)),

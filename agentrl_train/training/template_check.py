@@ -11,29 +11,44 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.actor import require_room
-from agentrl_train.chat import REFUSALS, ChatFormat
+from agentrl_train.chat import REFUSALS, ChatFormat, Reading
 from agentrl_train.config import SubAgentSection
-from agentrl_train.errors import ConfigError
+from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.sub_agent import views
 from agentrl_train.tool_calls import THOUGHT_BEGINS
-from agentrl_train.types import Sampling, TaskSource
+from agentrl_train.tool_calls.schemas import example_arguments
+from agentrl_train.types import Engine, Sampling, SamplingParams, TaskSource
 
 logger = logging.getLogger(__name__)
 
 OPEN_S = 60.0
 """Deadline for opening a session to check."""
+COMPLETIONS, COMPLETION_TOKENS = 4, 128
+"""Completions sampled per task before the first step, and the most tokens of each."""
+QUOTED = 200
+"""Characters of a completion that are quoted, at most."""
 
 _TASK, _RESULT, _TEXT = "the-task-is-here", "the-result-is-here", "some text"
 _THOUGHT = re.compile(rf"{THOUGHT_BEGINS}.*", re.DOTALL)
-_EXAMPLES = {"string": _TEXT, "integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}}
 _IN_PROMPT = "set model.tool_parser = 'prompt' to write tools, calls and results as text"
 _TEMPLATE = "model.chat_template to a template that does"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The opening of a task's first sample, and the parameters of a few completions."""
+
+    task: str
+    tools: Sequence[ToolSpec]
+    token_ids: Sequence[int]
+    requests: Sequence[SamplingParams]
 
 
 async def check_sessions(
@@ -43,8 +58,10 @@ async def check_sessions(
     sources: Iterable[TaskSource],
     sampling: Sampling | None = None,
     sub_agent: SubAgentSection | None = None,
-) -> None:
+) -> list[Prompt]:
     """Open one session of every task and check the format with its opening and its tools.
+
+    With ``sampling``, return a prompt of each task for ``describe_completions``.
 
     A task whose session cannot be opened now is left to the run, which waits for environments. With the
     ``sampling`` of a run, the opening must leave room for a turn; with its ``sub_agent``, what planner and
@@ -54,6 +71,7 @@ async def check_sessions(
         ConfigError: the format loses something of a session, or the sub-agent does not fit its tools.
         EngineError: the context has no room for a turn.
     """
+    prompts: dict[str, Prompt] = {}
     for source in sources:
         task = source.task
         try:
@@ -67,7 +85,61 @@ async def check_sessions(
         for opening, tools in views(asked, session.messages, session.tools):
             check_format(chat, task=task, opening=opening, tools=tools)
             if sampling is not None:
-                require_room(task, tokens=len(chat.opening(opening, tools)), sampling=sampling)
+                ids = chat.opening(opening, tools)
+                require_room(task, tokens=len(ids), sampling=sampling)
+                requests = [
+                    sampling.request(ids, seed=seed, limit=COMPLETION_TOKENS) for seed in range(COMPLETIONS)
+                ]
+                prompts.setdefault(task, Prompt(task=task, tools=tools, token_ids=ids, requests=requests))
+    return list(prompts.values())
+
+
+async def describe_completions(chat: ChatFormat, engine: Engine, prompts: Iterable[Prompt]) -> list[str]:
+    """Sample a few completions of each prompt with tools; return a line per task on how they were read.
+
+    A task without completions, because the engine failed, is left to the run, which retries.
+    """
+    lines = []
+    for prompt in prompts:
+        if not prompt.tools:
+            continue
+        try:
+            lines.append(await _describe(chat, engine, prompt))
+        except EngineError as error:
+            logger.warning("no completion of task %s is checked: %s", prompt.task, error)
+    return lines
+
+
+async def _describe(chat: ChatFormat, engine: Engine, prompt: Prompt) -> str:
+    keys = [f"check-{prompt.task}-{number}" for number, _ in enumerate(prompt.requests)]
+    try:
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompt.token_ids, sampling=request, session_key=key)
+                for request, key in zip(prompt.requests, keys, strict=True)
+            )
+        )
+    finally:
+        for key in keys:
+            engine.release(key)
+    readings = [
+        chat.parse(one.token_ids, turn=1, tools=prompt.tools, prompt=prompt.token_ids) for one in completions
+    ]
+    called = [any(call.function.name for call in one.message.tool_calls or ()) for one in readings]
+    tolerant = sum(one.tolerant for one in readings)
+    text = (
+        f"{prompt.task}: of {len(readings)} completions, {sum(called) - tolerant} have a call in the syntax "
+        f"{chat.parser.name!r}, {tolerant} another call that was read, and {called.count(False)} none"
+    )
+    if all(called) and not tolerant:
+        return text
+    shown = chat.text(completions[0].token_ids)[:QUOTED]
+    remedy = (
+        "no setting is needed; a short `agentrl-train sft` teaches the syntax"
+        if any(called)
+        else "see model.tool_parser, or start with `agentrl-train sft`"
+    )
+    return f"{text} ({remedy}). The first: {shown!r}"
 
 
 def check_format(
@@ -115,14 +187,14 @@ def _check_call(
 ) -> None:
     """Check one call in the model's own syntax, its result, and the conversation that the template writes."""
     name, syntax = tool.function.name, chat.parser.name
-    arguments = {key: _example(schema) for key, schema in _properties(tool).items()}
+    arguments = example_arguments(tool, text=_TEXT)
     call = ToolCall(
         id=chat.parser.call_id(1, 0, name),
         function=FunctionCall(name=name, arguments=json.dumps(arguments)),
     )
     message = Message.assistant(None, call)
     prompt = chat.opening(opening, tools)
-    parsed, _ = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
+    parsed = chat.parse(chat.completion(message, prompt=prompt), turn=1, tools=tools, prompt=prompt)
     if not _same(parsed, name, arguments):
         raise ConfigError(
             f"a call of {name!r} in the syntax {syntax!r} is not read back as it was written; "
@@ -148,7 +220,7 @@ def _check_call(
     written = whole[len(before) : len(whole) - len(reply)].strip().removeprefix(header)
     if name not in written:
         return  # it writes no calls: the syntax is known from elsewhere
-    if not _same(chat.parse_text(written, turn=1, tools=tools)[0], name, arguments):
+    if not _same(chat.parse_text(written, turn=1, tools=tools), name, arguments):
         problem = f"the chat template writes calls in another syntax than {syntax!r}"
         if not chat.chosen:
             raise ConfigError(f"{problem}; set model.tool_parser to the one that it writes, or to 'prompt'")
@@ -159,23 +231,9 @@ def _renamed(tool: ToolSpec) -> ToolSpec:
     return tool.model_copy(update={"function": tool.function.model_copy(update={"name": "?"})})
 
 
-def _same(message: Message, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a message has exactly this call."""
-    if message.tool_calls is None or len(message.tool_calls) != 1:
+def _same(parsed: Reading, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return True if exactly this call was read, in the syntax of the family."""
+    calls = parsed.message.tool_calls
+    if parsed.tolerant or calls is None or len(calls) != 1:
         return False
-    function = message.tool_calls[0].function
-    return function.name == name and json.loads(function.arguments) == arguments
-
-
-def _properties(tool: ToolSpec) -> Mapping[str, Any]:
-    properties = tool.function.parameters.get("properties")
-    return properties if isinstance(properties, dict) else {}
-
-
-def _example(schema: Any) -> Any:
-    """Return a value of a schema."""
-    schema = schema if isinstance(schema, dict) else {}
-    if choices := schema.get("enum"):
-        return choices[0]
-    kind = schema.get("type")
-    return _EXAMPLES.get(kind if isinstance(kind, str) else "string", _TEXT)
+    return calls[0].function.name == name and json.loads(calls[0].function.arguments) == arguments

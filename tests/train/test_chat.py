@@ -45,7 +45,7 @@ def test_appended_turns_match_full_rendering(
 @given(name=NAMES, arguments=ARGUMENTS, thought=TEXT)
 def test_completion_parses_to_its_message(name: str, arguments: dict, thought: str) -> None:
     message = Message.assistant(thought.strip() or None, ToolCall.of(name, **arguments))
-    parsed, _ = CHAT.parse(CHAT.completion(message), turn=1)
+    parsed, _, _ = CHAT.parse(CHAT.completion(message), turn=1)
     assert (parsed.content or "").split() == (message.content or "").split()
     assert parsed.tool_calls is not None
     assert parsed.tool_calls[0].function.name == name
@@ -96,14 +96,14 @@ def test_call_without_arguments_has_none() -> None:
 
 def test_truncated_call_counts_as_call() -> None:
     ids = CHAT.tokenizer('hm <tool_call>\n{"name": "lo', add_special_tokens=False).input_ids
-    parsed, _ = CHAT.parse(ids, turn=1)
+    parsed, _, _ = CHAT.parse(ids, turn=1)
     assert parsed.content == "hm"
     assert parsed.tool_calls is not None
 
 
 def test_call_inside_think_is_ignored() -> None:
     text = '<think>maybe <tool_call>{"name": "a", "arguments": {}}</tool_call></think>no'
-    parsed, thought = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
+    parsed, thought, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert (parsed.tool_calls, parsed.content) == (None, "no")
     assert thought is not None
     assert "maybe" in thought
@@ -125,7 +125,7 @@ def test_template_without_eos_after_turn_is_rejected() -> None:
 
 def test_lone_surrogate_in_call_is_replaced() -> None:
     text = r'<tool_call>{"name": "\ud83d", "arguments": {"a": "\ud83d"}}</tool_call>'
-    parsed, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
+    parsed, _, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
     assert parsed.tool_calls is not None
     assert parsed.tool_calls[0].function.name == "?"
     assert parsed.model_dump_json()
@@ -369,7 +369,7 @@ def test_thought_that_the_prompt_opens_is_none_of_the_content(parser: str | None
     assert text != chat.text(called)
     for closed, calls in (("", None), ("<|END_THINKING|>", 1)):
         ids = [*chat.tokenizer(f"Hmm.{closed}{text}", add_special_tokens=False)["input_ids"]]
-        message, thought = chat.parse(ids, turn=1, tools=[TOOL], prompt=prompt)
+        message, thought, _ = chat.parse(ids, turn=1, tools=[TOOL], prompt=prompt)
         assert (message.content, len(message.tool_calls or ()) or None) == (None, calls)
         assert str(thought).startswith("Hmm.")
 
@@ -383,14 +383,14 @@ def test_thought_that_only_some_prompts_open_is_followed_turn_by_turn() -> None:
     chat = ChatFormat(tokenizer)
     prompt = chat.opening([Message(role="user", content="start")], [TOOL])
     first = chat.completion(CALLED, prompt=prompt)
-    message, _ = chat.parse(first, turn=1, tools=[TOOL], prompt=prompt)
+    message, _, _ = chat.parse(first, turn=1, tools=[TOOL], prompt=prompt)
     result = Message(role="tool", content="done", tool_call_id="call_1", name="look")
     reply = chat.reply([result], after=message, tools=[TOOL], stop=first[-1])
     second = chat.completion(CALLED, prompt=reply)
     assert (chat.in_thought(prompt), chat.in_thought(reply)) == (True, False)
     assert len(first) > len(second)
     for context, said in ((prompt, first), (reply, second)):
-        message, _ = chat.parse(said, turn=1, tools=[TOOL], prompt=context)
+        message, _, _ = chat.parse(said, turn=1, tools=[TOOL], prompt=context)
         assert [call.function.name for call in message.tool_calls or ()] == ["look"]
 
 

@@ -80,7 +80,7 @@ def row(
     """Return a segment of two turns as a row for supervised fine-tuning."""
     ids = chat.opening(opening, tools)
     said = chat.completion(first)
-    message, _ = chat.parse(said, turn=1, tools=tools)
+    message, _, _ = chat.parse(said, turn=1, tools=tools)
     answer = Message(role="tool", content=result, tool_call_id=message.tool_calls[0].id)
     reply = chat.reply([answer], after=message, tools=tools, stop=said[-1])
     end = chat.completion(last)

@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 
 from agentrl_env.errors import AgentRLError
 from agentrl_train.chat import ChatFormat
-from agentrl_train.training.sft import expert_sequences
-from agentrl_train.types import TaskSource
+from agentrl_train.training.sft import expert_sequences, longest_turn
+from agentrl_train.types import TaskSource, TokenSequence
 from tests.tiny_models import make_tokenizer
 from tests.train.fakes import Countdown
 
@@ -49,3 +50,20 @@ async def test_small_split_is_repeated_with_other_seeds() -> None:
         sequences, _ = await expert_sequences({"countdown": client}, CHAT, sources=sources, count=6)
     assert [sequence.group_id for sequence in sequences] == [0, 1, 0, 1, 0, 1]
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == 6
+
+
+def test_longest_turn_is_the_longest_run_of_sampled_tokens() -> None:
+    def sequence(mask: list[float]) -> TokenSequence:
+        size = len(mask)
+        return TokenSequence(
+            token_ids=np.zeros(size, dtype=np.int64),
+            loss_mask=np.array(mask, dtype=np.float32),
+            logprobs=np.zeros(size, dtype=np.float32),
+            versions=np.zeros(size, dtype=np.int64),
+            advantages=np.zeros(size, dtype=np.float32),
+            task="t",
+            group_id=0,
+        )
+
+    assert longest_turn([sequence([0, 1, 1, 0, 1, 1, 1]), sequence([1, 0, 1])]) == 3
+    assert longest_turn([sequence([0, 0])]) == 0

@@ -15,9 +15,9 @@ from agentrl_train.config import ModelSection, RolloutSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.models.loading import chat_format
 from agentrl_train.tool_calls import PARSERS
-from agentrl_train.training.diagnosis import no_calls_warning
-from agentrl_train.training.template_check import check_format, check_sessions
-from agentrl_train.types import Sampling, TaskSource, TrajectoryGroup
+from agentrl_train.training.diagnosis import Diagnosis, cut_turns_warnings, no_calls_warning
+from agentrl_train.training.template_check import check_format, check_sessions, describe_completions
+from agentrl_train.types import Sampling, Step, TaskSource, TrajectoryGroup
 from tests.tiny_models import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.train.fakes import EPISODE, Countdown, ScriptedEngine
 
@@ -171,6 +171,22 @@ async def test_step_without_a_call_gives_a_warning_that_quotes_a_completion() ->
     assert no_calls_warning([await played(chat, Countdown, DOWN)], chat=chat) is None
 
 
+async def test_many_turns_cut_by_the_token_limit_give_one_warning_per_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = format_of(CHAT_TEMPLATE)
+    cut = await played(chat, Listening, chat.tokenizer("I go", add_special_tokens=False).input_ids)
+    whole = await played(chat, Countdown, DOWN)
+    assert cut_turns_warnings([whole]) == {}
+    (warning,) = cut_turns_warnings([cut]).values()
+    assert warning.startswith("100% of the turns of countdown were cut off by engine.max_new_tokens")
+    diagnosis = Diagnosis(chat, by_turn=False)
+    step = Step(groups=[cut])
+    for _ in range(2):
+        diagnosis.examine(step, {"loss_tokens": 1.0})
+    assert caplog.text.count("of the turns of countdown were cut off") == 1
+
+
 def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(CHAT_TEMPLATE + "{% if thinking %}<think>\n{% endif %}")
@@ -189,7 +205,7 @@ def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     text = chat.text(opening)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert text.endswith("<think>\n")
-    message, thought = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1, prompt=opening)
+    message, thought, _ = chat.parse(chat.tokenizer("just a thought").input_ids, turn=1, prompt=opening)
     assert (message.content, message.tool_calls, thought) == (None, None, "just a thought")
 
 
@@ -216,3 +232,33 @@ def test_template_that_recurses_without_end_is_refused_with_the_setting_that_men
     )
     with pytest.raises(ConfigError, match=r"refuses its messages .*recursion.*tool_parser = 'prompt'"):
         check_format(chat, task="any", opening=[Message(role="user", content="start")], tools=[tool])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (DOWN, "4 have a call in the syntax 'hermes', 0 another call that was read, and 0 none"),
+        (
+            Message.assistant('```json\n{"name": "down", "arguments": {}}\n```'),
+            "0 have a call in the syntax 'hermes', 4 another call that was read, and 0 none (no setting is "
+            "needed; a short `agentrl-train sft` teaches the syntax). The first: '```json",
+        ),
+        (
+            Message.assistant("I go down."),
+            "0 another call that was read, and 4 none (see model.tool_parser, or start with "
+            "`agentrl-train sft`). The first: 'I go down.",
+        ),
+    ],
+)
+async def test_completions_before_the_first_step_are_described_by_how_they_were_read(
+    said: Message, expected: str
+) -> None:
+    chat = format_of(CHAT_TEMPLATE)
+    engine = ScriptedEngine(chat, lambda context, key: said)
+    async with Countdown.local() as client:
+        prompts = await check_sessions(
+            chat, {"countdown": client}, sources=SOURCES, sampling=Sampling(max_new_tokens=200)
+        )
+    (line,) = await describe_completions(chat, engine, prompts)
+    assert line.startswith("countdown: of 4 completions, ")
+    assert expected in line

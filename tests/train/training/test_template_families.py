@@ -279,7 +279,8 @@ def parsed(
 ) -> tuple[Message, str | None]:
     """Return what is sampled after the opening as the actor reads it."""
     opening = chat.opening(session.messages, session.tools)
-    return chat.parse(ids, turn=turn, tools=session.tools, prompt=opening)
+    message, thought, _ = chat.parse(ids, turn=turn, tools=session.tools, prompt=opening)
+    return message, thought
 
 
 def decoded(chat: ChatFormat, ids: Sequence[int]) -> str:

@@ -76,7 +76,7 @@ def new_threads() -> NewThreads:
 
 
 def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads: NewThreads) -> None:
-    trainer = make()
+    trainer = make(settings={"rollout.group_size": 4})  # some siblings of each step differ in their reward
     steps = list(trainer)
     assert [step.number for step in steps] == [1, 2, 3]
     assert all({"reward", "success", "loss_tokens"} <= step.metrics.keys() for step in steps)
