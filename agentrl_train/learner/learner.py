@@ -40,6 +40,7 @@ from agentrl_train.learner.logprobs import (
     shares_prefixes,
 )
 from agentrl_train.learner.lora import adapters_off, add_adapters, is_adapter, merged
+from agentrl_train.learner.memory import keep_freed_memory
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, Place, buckets, deal, full, shard
 from agentrl_train.learner.state import (
@@ -238,6 +239,8 @@ class Learner:
         if train.lora is not None:
             add_adapters(model, train.lora)
         disable_dropout(model)
+        if place.device.type == "cpu":
+            keep_freed_memory()
         self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
         self.shares_prefixes = shares_prefixes(model) and self._part == WHOLE
