@@ -270,8 +270,9 @@ class TrainSection(Section):
     """Optimizer steps per batch."""
     micro_batch_tokens: Count = 8192
     """Token budget of one micro-batch."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of the learner; parameters stay in float32."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype of the learner; parameters stay in float32. "auto" is bfloat16 on a CPU with instructions
+    for it, from 50 million parameters on, else float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload_optimizer: bool = False

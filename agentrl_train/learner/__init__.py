@@ -2,7 +2,7 @@
 
 ``learner.py`` updates the model; ``logprobs.py`` computes log-probabilities; ``sharding.py`` distributes
 parameters and work over ranks, ``sequence_parallel.py`` long rows; ``lora.py`` trains adapters; ``state.py``
-saves, loads and offloads the optimizer state.
+saves, loads and offloads the optimizer state; ``memory.py`` keeps freed memory for the next update.
 """
 
 from agentrl_train.learner.learner import Learner, lr_fraction

@@ -7,6 +7,7 @@ calls, holds a shard of the parameters and does a share of the work.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from agentrl_train.learner.logprobs import (
     shares_prefixes,
 )
 from agentrl_train.learner.lora import adapters_off, add_adapters, is_adapter, merged
+from agentrl_train.learner.memory import keep_freed_memory
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, Place, buckets, deal, full, shard
 from agentrl_train.learner.state import (
@@ -86,6 +88,11 @@ def lr_fraction(
 
 Reduce = Callable[[Tensor, str], Tensor]
 """``(values, "sum" | "max") -> values of all ranks``."""
+logger = logging.getLogger(__name__)
+FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+"""Capabilities of processors that multiply bfloat16 several times faster than float32."""
+LARGE_MODEL = 50_000_000
+"""Parameters from which ``precision = "auto"`` may choose bfloat16; small models gain little."""
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
 HISTORY = 50
@@ -218,6 +225,7 @@ class Learner:
     ) -> None:
         train, loss = train or TrainSection(), loss or Loss()
         place = place or Place(device=model.device)
+        train = train.model_copy(update={"precision": precision_of(train, model, place)})
         self.model = model
         self.settings = train
         self.temperature = temperature
@@ -238,6 +246,8 @@ class Learner:
         if train.lora is not None:
             add_adapters(model, train.lora)
         disable_dropout(model)
+        if place.device.type == "cpu":
+            keep_freed_memory()
         self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
         self.shares_prefixes = shares_prefixes(model) and self._part == WHOLE
@@ -503,6 +513,23 @@ class Learner:
         values = values.to(self.device)
         dist.all_reduce(values, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
         return values
+
+
+def precision_of(train: TrainSection, model: PreTrainedModel, place: Place) -> str:
+    """Return the compute dtype of a learner, which "auto" leaves to the processor and the model.
+
+    Instructions decide, not a measurement, so that a run is the same every time on a machine. Ranks may be on
+    different processors, so they take float32.
+    """
+    if train.precision != "auto":
+        return train.precision
+    alone = place.device.type == "cpu" and place.mesh is None
+    large = sum(value.numel() for value in model.parameters()) >= LARGE_MODEL
+    capabilities = torch.cpu.get_capabilities()
+    if alone and large and any(capabilities.get(name) for name in FAST_BFLOAT16):
+        logger.info("The learner computes in bfloat16, in which this processor is faster (train.precision).")
+        return "bfloat16"
+    return "float32"
 
 
 def _mesh_position(mesh: DeviceMesh | None) -> tuple[Part, Part]:

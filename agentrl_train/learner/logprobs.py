@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -36,6 +37,8 @@ ATTENTION = "agentrl_segments"
 """Name of ``segment_attention`` among the attention implementations of transformers."""
 ROW_TOKENS = 2048
 """Tokens of short sequences that share a forward pass without gradients."""
+CACHED_LOGITS = 2**19
+"""Logits that a CPU scores at a time, so that they stay in its cache."""
 Span = tuple[int, int]
 """Begin and end among the tokens of a tree."""
 
@@ -118,11 +121,8 @@ def sampled_logprobs(
     head = model.get_output_embeddings()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = read_logits(model, hidden).float() / temperature
-        logprobs = logits.log_softmax(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+        logits = read_logits(model, hidden)
+        return score_tokens(logits, targets, temperature=temperature, entropy_gradient=entropy_gradient)
 
     size = max(1, max_logits // head.weight.shape[0])
     if len(targets) <= size:
@@ -132,6 +132,66 @@ def sampled_logprobs(
         for chunk in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
+
+
+def score_tokens(
+    logits: Tensor, targets: Tensor, *, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of N tokens in float32, [N] each.
+
+    Args:
+        logits: [N, vocabulary].
+        targets: the tokens, [N].
+        temperature: divides the logits.
+        entropy_gradient: whether the entropy has a gradient.
+    """
+    logprobs, entropy = _Scores.apply(logits, targets, temperature)
+    return logprobs, entropy if entropy_gradient else entropy.detach()
+
+
+class _Scores(torch.autograd.Function):
+    """Keeps the logits alone, where PyTorch's operations keep or make five tensors of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+        for rows in _blocks(logits):
+            scores = _log_softmax(logits[rows], temperature)
+            logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
+            entropy[rows] = scores.exp().mul_(scores).sum(-1).neg_()
+        ctx.save_for_backward(logits, targets, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, targets, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = gradients
+        found = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            scores = _log_softmax(logits[rows], ctx.temperature)
+            shares = scores.exp()
+            if of_entropy is not None:
+                scores.add_(entropy[rows, None]).mul_(shares).mul_(-of_entropy[rows, None])
+            else:
+                scores.zero_()
+            if of_logprobs is not None:
+                scores.addcmul_(shares, of_logprobs[rows, None], value=-1.0)
+                scores.scatter_add_(-1, targets[rows, None], of_logprobs[rows, None])
+            found[rows] = scores.div_(ctx.temperature)
+        return found, None, None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    count, vocabulary = logits.shape
+    size = max(1, CACHED_LOGITS // vocabulary) if logits.device.type == "cpu" else max(1, count)
+    return [slice(begin, begin + size) for begin in range(0, count, size)]
 
 
 def hidden_before(model: PreTrainedModel, micro: MicroBatch, *, part: Part = WHOLE) -> tuple[Tensor, Tensor]:

@@ -54,9 +54,12 @@ class LoraLinear(nn.Linear):
         output = super().forward(input)
         if not self.active:
             return output
-        # The adapters stay in float32 where the frozen weights are in bfloat16.
-        product = linear(linear(input.to(self.lora_A.dtype), self.lora_A), self.lora_B)
-        return output + (self.scaling * product).to(output.dtype)
+        # The adapters stay in float32 where the frozen weights are in bfloat16. An input of another dtype
+        # than that of the weights comes with autocast, which converts it.
+        if input.dtype == self.weight.dtype:
+            input = input.to(self.lora_A.dtype)
+        product = linear(self.scaling * linear(input, self.lora_A), self.lora_B)
+        return output + product.to(output.dtype)
 
 
 @contextmanager

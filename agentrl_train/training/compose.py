@@ -172,8 +172,9 @@ async def policy(
         limit_memory(config.learner_memory_fraction)
         own = {"stored": stored, "threads": training, "trace": trace}
         options = learner_options(config, model=model) | own
-        accepted = tolerance(config.engine, model_dtype=config.model.dtype, precision=config.train.precision)
         with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
+            precision = learner.settings.precision
+            accepted = tolerance(config.engine, model_dtype=config.model.dtype, precision=precision)
             publisher = make_publisher(
                 ready.engine,
                 config.rollout,

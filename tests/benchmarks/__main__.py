@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, *APART, []], help="default: all but the last")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of learner, vllm, trl")
+    parser.add_argument("--model", help="folder of a stored model, for the learner's part on a CPU")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for the engine's part")
     chosen = parser.parse_args()
     device = chosen.device or device_at_hand()
@@ -33,7 +34,10 @@ def main() -> None:
             case "learner":
                 from tests.benchmarks import learner
 
-                learner.run(device=device, quick=chosen.quick)
+                if chosen.model:
+                    learner.run_stored(chosen.model, quick=chosen.quick)
+                else:
+                    learner.run(device=device, quick=chosen.quick)
             case "bookkeeping":
                 from tests.benchmarks import bookkeeping
 

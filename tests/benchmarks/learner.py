@@ -6,6 +6,9 @@ Useful work per token: 6 operations per body parameter, attention over the prece
 tokens 6 per head weight; recomputation to save memory does not count. The ceiling is a large matrix product
 on the same device in the same run.
 
+With ``--model PATH``, a stored model on one thread of a CPU: a group of 8 episodes of 574 tokens with a
+common prompt, which counts once. Seconds are those of the processor, which other processes disturb least.
+
 Episodes of ``SIBLINGS`` have half of their tokens in common, as those of a group with a long opening; their
 tokens/s count every token of every episode.
 """
@@ -13,17 +16,19 @@ tokens/s count every token of every episode.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from agentrl_train.batch import pack
 from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.learner import Learner
+from agentrl_train.models.loading import load_policy
 from agentrl_train.types import Batch, TokenSequence
 from tests.benchmarks.shapes import make_model, sizes
 
@@ -36,6 +41,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     SIBLINGS: {},
 }
 GROUP_SIZE = 8
+EPISODE_TOKENS, PROMPT_TOKENS = 574, 260
+STORED: dict[str, dict[str, Any]] = {
+    "float32": {"precision": "float32"},
+    "automatic precision": {},
+    "LoRA, rank 16": {"lora": LoraSection(rank=16, alpha=32.0)},
+    "activation checkpointing": {"activation_checkpointing": True},
+}
+"""Variants for a stored model."""
 
 
 def sequences(count: int, *, longest: int, vocabulary: int, siblings: bool) -> list[TokenSequence]:
@@ -73,6 +86,69 @@ def operations(model: Qwen3ForCausalLM, batch: Batch, lengths: list[int]) -> flo
     width = config.num_attention_heads * config.head_dim
     attention = 6 * config.num_hidden_layers * width * sum(length**2 for length in lengths)
     return 6.0 * body * batch.num_tokens + attention + 6.0 * head * batch.num_loss_tokens
+
+
+def run_stored(path: str, *, quick: bool = False) -> None:
+    """Print a row for each method of training a stored model on one thread of a CPU."""
+    torch.set_num_threads(1)
+    most = {dtype: ceiling("cpu", getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in most.items())
+    table = Table(title=f"learner, {path}, one thread; a large matrix product in GFLOP/s: {rates}")
+    for heading in ("variant", "dtype", "processor s an update", "tokens/s", "GFLOP/s", "of the ceiling"):
+        table.add_column(heading, justify="left" if heading in ("variant", "dtype") else "right")
+    for variant, options in STORED.items():
+        model, _ = load_policy(path)
+        learner = Learner(model, TrainSection(learning_rate=1e-6, **options))
+        made = group(model.config.vocab_size)
+        (batch,) = pack(made, max_tokens=2**20, shared=learner.shares_prefixes)
+        learner.step([batch])
+        seconds = []
+        for _ in range(1 if quick else 3):
+            started = time.process_time()
+            learner.step([batch])
+            seconds.append(time.process_time() - started)
+        tokens = GROUP_SIZE * EPISODE_TOKENS - (GROUP_SIZE - 1) * PROMPT_TOKENS
+        rate = stored_operations(model, batch, tokens, frozen="lora" in options) / min(seconds)
+        dtype = learner.settings.precision
+        table.add_row(
+            variant,
+            dtype,
+            f"{min(seconds):.2f}",
+            f"{tokens / min(seconds):.0f}",
+            f"{rate / 1e9:.0f}",
+            f"{rate / most[dtype]:.1%}",
+        )
+    Console().print(table)
+
+
+def group(vocabulary: int) -> list[TokenSequence]:
+    """Return episodes with a common prompt and turns of 40 tokens, every other one sampled."""
+    made = sequences(GROUP_SIZE, longest=2 * EPISODE_TOKENS, vocabulary=vocabulary, siblings=False)
+    opening, mask = made[0].token_ids[:PROMPT_TOKENS], np.zeros(EPISODE_TOKENS, np.float32)
+    mask[PROMPT_TOKENS:] = (np.arange(EPISODE_TOKENS - PROMPT_TOKENS) // 40) % 2 == 0
+    return [
+        replace(
+            one,
+            token_ids=np.concatenate([opening, one.token_ids[PROMPT_TOKENS:EPISODE_TOKENS]]),
+            loss_mask=mask,
+            logprobs=mask * np.float32(-np.log(vocabulary)),
+            versions=np.where(mask > 0, 0, -1),
+            advantages=mask * np.float32(number - 3.5),
+        )
+        for number, one in enumerate(made)
+    ]
+
+
+def stored_operations(model: PreTrainedModel, batch: Batch, tokens: int, *, frozen: bool) -> float:
+    """Return the operations of an update; frozen matrices have no gradient, a third of the work."""
+    head = model.get_output_embeddings().weight.numel()
+    matrices = [value.numel() for name, value in model.named_parameters() if ".layers." in name]
+    config, own = model.config, EPISODE_TOKENS - PROMPT_TOKENS
+    width = config.hidden_size
+    pairs = PROMPT_TOKENS**2 + GROUP_SIZE * own * (own + 2 * PROMPT_TOKENS)
+    attention = 6.0 * config.num_hidden_layers * width * pairs
+    per_weight = 4.0 if frozen else 6.0
+    return per_weight * (sum(matrices) * tokens + head * batch.num_loss_tokens) + attention
 
 
 def ceiling(device: str, dtype: torch.dtype) -> float:

@@ -615,6 +615,35 @@ def test_flash_attention_gives_same_updates_as_sdpa():
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("capability", "large", "chosen", "expected"),
+    [
+        ("avx512_bf16", True, "auto", "bfloat16"),
+        ("amx_bf16", True, "auto", "bfloat16"),
+        ("avx2", True, "auto", "float32"),
+        ("avx512_bf16", False, "auto", "float32"),
+        ("avx512_bf16", True, "float32", "float32"),
+        ("avx2", False, "bfloat16", "bfloat16"),
+    ],
+)
+def test_large_model_is_computed_in_bfloat16_where_the_processor_is_faster(
+    monkeypatch, capability, large, chosen, expected
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    if large:
+        monkeypatch.setattr("agentrl_train.learner.learner.LARGE_MODEL", 1)
+    one = learner(precision=chosen)
+    assert one.settings.precision == expected
+    ours = learner(precision=expected).step(pack(made()))
+    assert one.step(pack(made()))["loss"] == ours["loss"]
+
+
+def test_bfloat16_gives_nearly_the_log_probabilities_of_float32():
+    exact, rounded = (learner(precision=name).logprobs(made()) for name in ("float32", "bfloat16"))
+    differences = np.concatenate([np.abs(a - b) for a, b in zip(exact, rounded, strict=True)])
+    assert 0 < differences.mean() < 0.1
+
+
 class Largest(TorchDispatchMode):
     """Records the largest tensor that any operation creates, in entries."""
 
