@@ -173,8 +173,7 @@ async def policy(
         own = {"stored": stored, "threads": training, "trace": trace}
         options = learner_options(config, model=model) | own
         with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
-            precision = learner.settings.precision
-            accepted = tolerance(config.engine, model_dtype=config.model.dtype, precision=precision)
+            accepted = tolerance(config.engine, config.model.dtype, learner.settings.precision)
             publisher = make_publisher(
                 ready.engine,
                 config.rollout,

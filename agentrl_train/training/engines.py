@@ -224,14 +224,17 @@ def _stale_weights(
     return dict(model.named_parameters())
 
 
-def tolerance(engine: EngineSection, *, model_dtype: str, precision: str) -> Drift:
+def tolerance(engine: EngineSection, *dtypes: str) -> Drift:
     """Return the tolerated difference in log-probability between engine and trainer.
 
     Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
     mean detects wrong weights.
+
+    Args:
+        engine: settings of the engine.
+        dtypes: those of the weights and of the learner.
     """
-    dtypes = {model_dtype, engine.dtype, precision}
-    if dtypes != {"float32"}:
+    if {*dtypes, engine.dtype} != {"float32"}:
         return Drift(worst=math.inf, mean=0.1)
     if engine.device != "cpu":
         return Drift(worst=math.inf, mean=0.01)
