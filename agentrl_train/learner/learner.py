@@ -525,7 +525,8 @@ def precision_of(train: TrainSection, model: PreTrainedModel, place: Place) -> s
         return train.precision
     alone = place.device.type == "cpu" and place.mesh is None
     large = sum(value.numel() for value in model.parameters()) >= LARGE_MODEL
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older releases lack it
+    # Older releases lack the function.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if alone and large and any(capabilities.get(name) for name in FAST_BFLOAT16):
         logger.info("The learner computes in bfloat16, in which this processor is faster (train.precision).")
         return "bfloat16"
