@@ -105,7 +105,10 @@ async def record(
             async with Gateway(
                 host=host, port=port, model=name, unknown=unknown, ended=ended, token=token
             ) as gateway:
-                announce(f"serving {name} at {gateway.url}/s/KEY/v1, for any KEY; rollouts: {output}")
+                announce(
+                    f"serving {name} at {gateway.url}/v1, and at /s/KEY/v1 for a session of any KEY; "
+                    f"rollouts: {output}"
+                )
                 stopping = asyncio.create_task(stop.wait())
                 while not stopping.done():
                     await asyncio.wait((stopping,), timeout=IDLE_CHECK_S)

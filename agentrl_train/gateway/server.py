@@ -1,7 +1,8 @@
 """The OpenAI-compatible server: sessions of agent programs, in front of one engine.
 
 A session is one rollout. Its key is in the path, ``/s/KEY/v1``, which is a ``base_url`` for every client, or
-is the API key of ``/v1``. The server runs on the event loop of its owner.
+is the API key of ``/v1``; calls without a key share a session where any key opens one. The server runs on
+the event loop of its owner.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ NOTICE_S = 0.1
 """Time for the end of a connection to be noticed, where a client gives up and asks the same again at once."""
 AGENT_HEADER = "x-agentrl-agent"
 """Name of the agent that calls, where a program has several."""
+SHARED = "default"
+"""Key of the session of the calls that have none. It opens again after its end."""
 _BEARER = re.compile(r"^bearer ", re.IGNORECASE)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -309,7 +312,8 @@ class Gateway:
         """Close a session; later calls of it are answered with 410. Idempotent."""
         if self.sessions.pop(session.key, None) is None:
             return
-        self._closed.add(session.key)
+        if session.key != SHARED:
+            self._closed.add(session.key)
         await session.close()
         if self._ended is not None:
             await self._ended(session)
@@ -349,7 +353,7 @@ class Gateway:
         key = request.path_params.get("key")
         if self._token is not None and bearer != self._token:
             raise Unauthorized("the API key is not the token of this gateway: set OPENAI_API_KEY to it")
-        key = key or (bearer if self._token is None else "")
+        key = key or (bearer if self._token is None else "") or (SHARED if self._unknown else "")
         if key in self._closed:
             raise SessionClosed(f"the session {key!r} is closed: its episode is over")
         if key not in self.sessions:

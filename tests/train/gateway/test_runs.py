@@ -97,7 +97,7 @@ def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> Non
         try:
             assert process.stdout is not None
             announced = process.stdout.readline()
-            address = re.search(r"http://\S+(?=/s/)", announced)
+            address = re.search(r"http://\S+(?=/v1)", announced)
             assert address, announced
             body = {"messages": [{"role": "user", "content": "hello"}], "return_token_ids": True}
             with httpx.Client(base_url=f"{address[0]}/s/mine/v1", trust_env=False, timeout=60) as client:
@@ -128,5 +128,5 @@ def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
 
 
 def test_gateway_of_a_missing_model_names_it() -> None:
-    with pytest.raises(ConfigError, match="there is no folder /nowhere/model"):
+    with pytest.raises(ConfigError, match="there is no /nowhere/model"):
         gateway_config("/nowhere/model")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentrl_env.types import Message, ToolCall
-from agentrl_train.gateway.server import Gateway, Session
+from agentrl_train.gateway.server import SHARED, Gateway, Session
 from agentrl_train.types import Completion, Sampling, SamplingParams
 from tests.train.fakes import CHAT, Script, ScriptedEngine, always
 
@@ -182,21 +182,33 @@ async def test_answer_without_text_and_calls_is_an_empty_text() -> None:
         assert (await chat(client, HELLO))["choices"][0]["message"]["content"] == ""
 
 
-async def test_token_of_the_gateway_is_the_key_of_no_session() -> None:
-    def unknown(gateway: Gateway, key: str) -> Session:
-        sampler = DirectSampler(ScriptedEngine(CHAT, always(HI)))
-        return gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling, key=key)
+def open_for_any_key(gateway: Gateway, key: str) -> Session:
+    sampler = DirectSampler(ScriptedEngine(CHAT, always(HI)))
+    return gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling, key=key)
 
-    async with Gateway(unknown=unknown, token="secret") as gateway, httpx.AsyncClient() as client:
-        options: dict[str, Any] = {
-            "json": {"messages": [HELLO]},
-            "headers": {"Authorization": "bearer secret"},
-        }
-        keyless = await client.post(f"{gateway.url}/v1/chat/completions", **options)
-        assert (keyless.status_code, keyless.json()["error"]["code"]) == (404, "session_not_found")
-        assert "/s/KEY/v1" in keyless.json()["error"]["message"]
-        keyed = await client.post(f"{gateway.url}/s/one/v1/chat/completions", **options)
+
+@pytest.mark.parametrize(("token", "headers"), [("secret", {"Authorization": "bearer secret"}), (None, {})])
+async def test_calls_without_a_session_key_share_one_that_opens_again(
+    token: str | None, headers: dict[str, str]
+) -> None:
+    body = {"messages": [HELLO]}
+    async with (
+        Gateway(unknown=open_for_any_key, token=token) as gateway,
+        httpx.AsyncClient(headers=headers) as client,
+    ):
+        for _ in range(2):
+            answer = await client.post(f"{gateway.url}/v1/chat/completions", json=body)
+            assert (answer.status_code, list(gateway.sessions)) == (200, [SHARED])
+            await gateway.close(gateway.sessions[SHARED])
+        keyed = await client.post(f"{gateway.url}/s/one/v1/chat/completions", json=body)
         assert (keyed.status_code, list(gateway.sessions)) == (200, ["one"])
+
+
+async def test_calls_without_a_session_key_are_refused_where_the_run_opens_sessions() -> None:
+    async with opened() as (_, _, gateway), httpx.AsyncClient() as client:
+        answer = await client.post(f"{gateway.url}/v1/chat/completions", json={"messages": [HELLO]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
+        assert "/s/KEY/v1" in answer.json()["error"]["message"]
 
 
 async def test_errors_of_sessions_are_typed() -> None:
