@@ -56,6 +56,20 @@ class Drafts:
         return guessed
 
 
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 class PrefixIndex(Generic[T]):
     """Finds the owners of contexts that begin like another one, in time linear in its length.
 

@@ -185,10 +185,10 @@ async def test_environment_that_does_not_answer_is_a_failure(
 async def test_last_turn_is_shorter_where_the_context_ends(client: EnvClient) -> None:
     words = Message.assistant("blah " * 10)
     engine = ScriptedEngine(CHAT, always(words))
-    trajectory = await make_actor(engine, client, max_context=700, max_new_tokens=60).sibling(EPISODE)
+    trajectory = await make_actor(engine, client, max_context=600, max_new_tokens=60).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.TRUNCATED_LENGTH
     *before, (_, context, sampling, _) = engine.calls
-    assert len(context) + sampling.max_new_tokens == 700
+    assert len(context) + sampling.max_new_tokens == 600
     assert 0 < sampling.max_new_tokens < 60
     assert {call[2].max_new_tokens for call in before} == {60}
     # The last turn is the beginning of what a whole one would say.

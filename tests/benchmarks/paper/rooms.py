@@ -168,7 +168,7 @@ def _tokens(
         completion = chat.completion(said)
         ids += [*new_ids, *completion]
         mask += [0.0] * len(new_ids) + [1.0] * len(completion)
-        message, _ = chat.parse(completion, turn=turn, tools=tools)
+        message = chat.parse(completion, turn=turn, tools=tools).message
         reply = [
             Message(role="tool", content=heard, tool_call_id=call.id) for call in message.tool_calls or ()
         ]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex
-from agentrl_train.engine.scheduler import Request, Scheduler, shared_prefix
+from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex, shared_prefix
+from agentrl_train.engine.scheduler import Request, Scheduler
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
 from tests.tiny_models import make_model
