@@ -17,12 +17,12 @@ import math
 import os
 import re
 import shlex
+import sys
 import tarfile
 import threading
 import time
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,15 +50,46 @@ GRADING_S = 60.0
 """Seconds for opening and copying containers, beyond the limits of the task."""
 MAX_OUTPUT = 16_384
 PIDS = 512
-REWARDS = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
+REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
+_CHECK = ("interval", "timeout", "start_period", "start_interval")
+SECTIONS = {
+    "agent": {"timeout_sec", "user", "network_mode"},
+    "verifier": {"timeout_sec", "env", "network_mode"},
+    "environment": {
+        *("build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb", "storage"),
+        *("allow_internet", "network_mode", "env", "workdir"),
+    },
+    "environment.healthcheck": {"command", "retries", *(f"{name}_sec" for name in _CHECK)},
+    "solution": {"env"},
+    "": {"version", "schema_version", "task", "metadata", "source"},
+}
+"""Sections of ``task.toml`` with the keys that are followed. Those of the top level describe the task."""
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "verifier.user": ("root", "0"),
+    "verifier.environment_mode": ("shared",),
+    "environment.os": ("linux",),
+}
+"""Keys that are followed only with these values."""
 UNSUPPORTED = {
     "steps": "several steps",
+    "artifacts": "files that are handed over to the tests",
     "environment.gpus": "GPUs",
     "environment.mcp_servers": "MCP servers",
     "verifier.user": "another user than root",
     "verifier.environment": "an environment of its own for the tests",
+    "verifier.environment_mode": "an environment of its own for the tests",
 }
-"""Keys of ``task.toml`` whose meaning is not implemented: a task that sets one is left out."""
+"""The meaning of keys that are not followed, for the reason that their task is left out."""
+FILES = {
+    "environment/docker-compose.yaml": "several containers",
+    "environment/docker-compose.yml": "several containers",
+    "tests/Dockerfile": "an image of its own for the tests",
+    "tests/docker-compose.yaml": "several containers",
+    "tests/docker-compose.yml": "several containers",
+}
+"""Files of a folder that are not followed, and their meaning."""
+NETWORKS = {None: None, "public": True, "no-network": False}
+"""Network modes of ``task.toml``."""
 SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
 """Arguments that run the text after them in bash, where the machine has it."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -82,8 +113,7 @@ class HealthCheck:
         given = _get(settings, "environment.healthcheck")
         if not given:
             return None
-        names = ("interval", "timeout", "start_period", "start_interval")
-        numbers = {name: float(given[f"{name}_sec"]) for name in names if f"{name}_sec" in given}
+        numbers = {name: float(given[f"{name}_sec"]) for name in _CHECK if f"{name}_sec" in given}
         return cls(command=str(given["command"]), retries=float(given.get("retries", 3)), **numbers)
 
     @property
@@ -91,10 +121,10 @@ class HealthCheck:
         """The longest that it may take."""
         return self.start_period + self.retries * (self.interval + self.timeout)
 
-    def pass_on(self, box: Sandbox) -> None:
+    def pass_on(self, box: Sandbox, **options: Any) -> None:
         """Run the command until it succeeds. Raises SandboxFailed after ``retries`` failures."""
         begun, failures = time.monotonic(), 0
-        while (done := box.run([*SHELL, self.command], timeout=self.timeout)).code != 0:
+        while (done := box.run([*SHELL, self.command], timeout=self.timeout, **options)).code != 0:
             starting = time.monotonic() - begun < self.start_period
             failures += not starting
             if failures >= self.retries:
@@ -104,6 +134,10 @@ class HealthCheck:
 
 class Unusable(Exception):
     """A task folder cannot be served; the message is the reason."""
+
+
+class NoReward(Exception):
+    """The tests of a task ended without a reward; the message is the reason, and the end of their output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +156,13 @@ class HarborTask:
     memory: int = 2 << 30
     disk: int = 10 << 30
     network: bool = True
+    """True if the model's commands may reach a network."""
+    verifier_network: bool = True
+    """True if the tests may."""
+    workdir: str | None = None
+    """Working folder of every command; None for that of the image."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every command."""
     user: str | None = None
     """User of the model's commands; None for root."""
     check: HealthCheck | None = None
@@ -136,19 +177,20 @@ class HarborTask:
             instruction = (folder / "instruction.md").read_text()
         except (OSError, ValueError) as error:
             raise Unusable(f"cannot read it: {error}") from error
-        for key, meaning in UNSUPPORTED.items():
-            if _get(settings, key) not in (None, "", 0, [], "root"):
-                raise Unusable(f"{key} asks for {meaning}, which is not supported")
+        for key, value in _unsupported(settings):
+            if key in UNSUPPORTED:
+                raise Unusable(f"{key} asks for {UNSUPPORTED[key]}, which is not supported")
+            raise Unusable(f"{key} = {value!r:.80} is not supported")
         if not (folder / "tests/test.sh").is_file():
             raise Unusable("it has no tests/test.sh")
-        for name in ("docker-compose.yaml", "docker-compose.yml"):
-            if (folder / "environment" / name).exists():
-                raise Unusable(f"environment/{name} asks for several containers, which is not supported")
-        network = _get(settings, "environment.network_mode")
-        if network not in (None, "public", "no-network"):
-            raise Unusable(f"environment.network_mode = {network!r} is not supported")
+        for name, meaning in FILES.items():
+            if (folder / name).exists():
+                raise Unusable(f"{name} asks for {meaning}, which is not supported")
         try:
             user = _get(settings, "agent.user")
+            network = _network(
+                settings, "environment", _get(settings, "environment.allow_internet") is not False
+            )
             task = cls(
                 name=folder.name,
                 folder=folder,
@@ -160,8 +202,10 @@ class HarborTask:
                 cpus=_positive(settings, "environment.cpus", 1.0),
                 memory=_size(settings, "memory", 2 << 30),
                 disk=_size(settings, "storage", 10 << 30),
-                network=bool(_get(settings, "environment.allow_internet") in (None, True))
-                and network != "no-network",
+                network=_network(settings, "agent", network),
+                verifier_network=_network(settings, "verifier", network),
+                workdir=_get(settings, "environment.workdir") or None,
+                env=_variables(settings, "environment.env"),
                 user=None if user in (None, "", 0, "0", "root") else str(user),
                 check=HealthCheck.read(settings),
                 verifier_env=_variables(settings, "verifier.env"),
@@ -182,6 +226,11 @@ class HarborTask:
     def check_s(self) -> float:
         """Seconds that the health check may take."""
         return self.check.seconds if self.check is not None else 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of ``Sandbox.run`` for every command."""
+        return {"cwd": self.workdir, "env": self.env}
 
     @property
     def needs_image(self) -> bool:
@@ -222,7 +271,7 @@ class HarborTasks(Environment):
     tasks: ClassVar[Mapping[str, Mapping[str, HarborTask]]] = {}
     """Split -> name -> task."""
     network: ClassVar[bool] = True
-    """Whether tasks that ask for the internet get it."""
+    """False denies the model's commands every network. The tests have what their task asks for."""
 
     box: Sandbox | None = None
 
@@ -258,10 +307,14 @@ class HarborTasks(Environment):
     def _ready_box(self, task: HarborTask) -> Sandbox:
         box = self.open_box(task)
         try:
+            if task.workdir is not None:
+                made = box.run(["mkdir", "-p", task.workdir], cwd="/")
+                if made.code != 0:
+                    raise SandboxFailed(f"environment.workdir {task.workdir} cannot be made: {made.text}")
             if task.user is not None:
                 box.run("mkdir -p /solution && chmod 777 /solution")  # where the oracle writes
             if task.check is not None:
-                task.check.pass_on(box)
+                task.check.pass_on(box, **task.options)
         except BaseException:
             box.close()
             raise
@@ -280,7 +333,7 @@ class HarborTasks(Environment):
         left = self.began + self.task.agent_s - time.monotonic()
         if left > 0:
             seconds = max(0.1, min(timeout, left))
-            done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user)
+            done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user, **self.task.options)
             if not self.box.alive:
                 return self._graded(f"{done.text}\nThe machine has ended.")
             if self.began + self.task.agent_s > time.monotonic():
@@ -314,14 +367,17 @@ class HarborTasks(Environment):
 
     def _graded(self, text: str) -> Done:
         assert self.box is not None
-        reward, self.metrics = grade(self.task, self.box)
-        if reward is None:
+        try:
+            reward, self.metrics = grade(self.task, self.box)
+        except NoReward:
             # Infrastructure fails the tests of an untouched machine, too; that is no reward.
             with self._ready_box(self.task) as untouched:
-                if grade(self.task, untouched)[0] is None:
+                try:
+                    grade(self.task, untouched)
+                except NoReward as error:
                     raise RuntimeError(
-                        f"the tests of {self.task.name} give no reward for an untouched machine"
-                    )
+                        f"the tests of {self.task.name} give no reward for an untouched machine: {error}"
+                    ) from error
             reward, self.metrics = 0.0, {"tests_ended": 0.0}
         self.metrics["success"] = float(reward >= 1.0)
         return Done(text, reward=reward)
@@ -389,43 +445,67 @@ def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
     return dict(sorted(tasks.items())), reasons
 
 
-def grade(task: HarborTask, box: Sandbox) -> tuple[float | None, dict[str, float]]:
+def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
     """Return the reward that the task's tests give to a machine's files, and their other numbers.
 
-    The tests run in a copy without the processes of the machine, which they leave unchanged. The reward is
-    None where they give none. Raises SandboxFailed.
+    The tests run in a copy without the processes of the machine, which they leave unchanged. Raises NoReward
+    and SandboxFailed.
     """
     if not box.alive:
         box.run("true")  # raises where it was not ended by its own commands
         return 0.0, {"machine_ended": 1.0}
-    with box.copy() as judge:
+    with box.copy(network=task.verifier_network) as judge:
         judge.run("rm -rf /tests /logs /solution")
         tests = {f"/tests/{name}": data for name, data in task.files("tests").items()}
+        variables = {**task.env, **task.verifier_env}
         try:
             judge.write_all({**tests, "/logs/verifier/.keep": b""})
-            judge.run([*SHELL, "bash /tests/test.sh"], timeout=task.verifier_s, env=task.verifier_env)
-        except OSError:
-            return None, {}
-        for path in REWARDS:
-            with suppress(OSError, ValueError, TypeError):
-                return rewards(judge.read(path))
-    return None, {}
+            test = [*SHELL, "bash /tests/test.sh"]
+            done = judge.run(test, timeout=task.verifier_s, cwd=task.workdir, env=variables)
+        except OSError as error:
+            raise NoReward(f"the tests cannot be written: {error}") from error
+        written, scalar = (_content(judge, path) for path in (REWARD_JSON, REWARD_TEXT))
+    try:
+        if done.timed_out:
+            raise ValueError(f"test.sh was {done.note}")
+        if written is None and scalar is None:
+            raise ValueError("test.sh wrote neither reward.json nor reward.txt")
+        return rewards(scalar or b"") if written is None else rewards(written, scalar)
+    except (ValueError, RecursionError) as error:
+        raise NoReward(f"{error}; its output ends with {done.text[-300:]!r}") from error
 
 
-def rewards(text: bytes) -> tuple[float, dict[str, float]]:
-    """Return the reward of a file: a number, or an object with "reward" or with one number.
+def rewards(text: bytes, scalar: bytes | None = None) -> tuple[float, dict[str, float]]:
+    """Return the reward of a file, and its other numbers.
 
-    Raises ValueError or TypeError where the file has none.
+    Args:
+        text: a number, or an object with "reward" or with one number. Other values of the object, such as
+            null, are passed over.
+        scalar: content of ``reward.txt``, if there is one: the reward of an object without "reward".
+
+    Raises ValueError where there is no reward.
     """
     value = json.loads(text)
     named = value if isinstance(value, dict) else {"reward": value}
-    numbers = {name: float(number) for name, number in named.items()}
-    if not all(map(math.isfinite, numbers.values())):
-        raise ValueError("a reward is not finite")
-    if "reward" not in numbers and len(numbers) != 1:
-        raise ValueError("there is no reward")
+    numbers = {name: float(number) for name, number in named.items() if _is_finite(number)}
+    if "reward" not in numbers and scalar is not None:
+        numbers["reward"] = rewards(scalar)[0]
+    if "reward" not in numbers and ("reward" in named or len(numbers) != 1):
+        raise ValueError(f"there is no finite reward in {text[:200]!r}")
     reward = numbers.pop("reward", None)
     return (numbers.popitem()[1] if reward is None else reward), numbers
+
+
+def _is_finite(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max
+
+
+def _content(box: Sandbox, path: str) -> bytes | None:
+    try:
+        return box.read(path)
+    except OSError:
+        return None
 
 
 def built_image(task: HarborTask) -> str:
@@ -460,6 +540,25 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _unsupported(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key that is set and not followed, with its value. Empty values mean that it is not set."""
+    for name, value in settings.items():
+        key = f"{section}.{name}" if section else name
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from _unsupported(value, key)
+        elif name not in SECTIONS[section] and value not in (None, "", 0, [], {}, *HARMLESS.get(key, ())):
+            yield key, value
+
+
+def _network(settings: Mapping[str, Any], section: str, default: bool) -> bool:
+    """Return whether a section's commands may reach a network. Raises ValueError."""
+    mode = _get(settings, f"{section}.network_mode")
+    if mode not in NETWORKS:
+        raise ValueError(f"{section}.network_mode = {mode!r} is not supported")
+    allowed = NETWORKS[mode]
+    return default if allowed is None else allowed
 
 
 def _positive(settings: Mapping[str, Any], key: str, default: float) -> float:
