@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import keyword
-import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union
-
-from jsonschema import Draft202012Validator
-from pydantic import AfterValidator, WithJsonSchema
-
-from agentrl_env.tools import tool
+from typing import Any, Literal, Union
 
 _TYPES: Mapping[str, Any] = {
     "string": str,
@@ -67,54 +60,6 @@ def function_of(
     method.__annotations__ = annotations
     method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return method
-
-
-def tools_of(
-    specs: Mapping[str, tuple[str, Mapping[str, Any]]], call: Callable[..., Any]
-) -> dict[str, Callable[..., Any]]:
-    """Return tools of an Environment for those of a server, by the names of their methods.
-
-    Args:
-        specs: description and JSON Schema of each tool, by name.
-        call: ``await call(environment, name, arguments)`` plays a call.
-    """
-    return {
-        f"_tool_{name}": _tool(name, text, inlined(schema), call) for name, (text, schema) in specs.items()
-    }
-
-
-def _tool(name: str, text: str, schema: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    named = has_python_names(schema)
-    shown: dict[str, Any] = (
-        schema if named else {"properties": {"arguments": schema}, "required": ["arguments"]}
-    )
-
-    async def play(environment: Any, **arguments: Any) -> Any:
-        return await call(environment, name, arguments if named else arguments["arguments"])
-
-    own = {key: _without_unfit_default(part) for key, part in shown.get("properties", {}).items()}
-    method = function_of(name, text, {**shown, "properties": own}, _validated, play, unset=...)
-    return tool(name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64])(method)
-
-
-def _without_unfit_default(schema: Any) -> Any:
-    """Return a schema without a default that it does not permit, such as null for a text."""
-    if not isinstance(schema, dict) or "default" not in schema:
-        return schema
-    fits = Draft202012Validator(schema).is_valid(schema["default"])
-    return schema if fits else {key: value for key, value in schema.items() if key != "default"}
-
-
-def _validated(schema: dict[str, Any]) -> Any:
-    """Return an annotation that validates by a JSON Schema."""
-    validator = Draft202012Validator(schema)
-
-    def check(value: Any) -> Any:
-        for error in validator.iter_errors(value):
-            raise ValueError(f"valid: {error.message}; its schema is {json.dumps(schema)}")
-        return value
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
 
 
 def has_python_names(schema: Mapping[str, Any]) -> bool:

@@ -8,15 +8,13 @@ Example::
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
-from jsonschema import Draft202012Validator, SchemaError
 
+from agentrl_env.json_schema import SchemaProblem, compiled_schema
 from agentrl_env.types import ToolCall, ToolSpec
 
 WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", "open", "red", "x")
@@ -69,31 +67,22 @@ def sample_call(
     return ToolCall.of(function.name, call_id=call_id, **arguments)
 
 
-def sample_json(
-    schema: Mapping[str, Any] | bool, rng: np.random.Generator, *, words: Sequence[str] = WORDS
-) -> Any:
+def sample_json(schema: Mapping[str, Any], rng: np.random.Generator, *, words: Sequence[str] = WORDS) -> Any:
     """Draw a JSON value that is valid under ``schema`` (2020-12, local ``$ref``s).
 
     Raises:
         CannotSample: The schema is invalid, or twenty draws did not give a valid value.
     """
-    validator = _validator(json.dumps(schema))
+    try:
+        validator = compiled_schema(schema)
+    except SchemaProblem as error:
+        raise CannotSample(f"Invalid JSON Schema: {error}.") from error
     sampler = _Sampler(schema, rng, words)
     for _ in range(20):
         value = sampler.draw(schema, 0)
         if validator.is_valid(value):
             return value
     raise CannotSample(f"No value was found for the schema {schema!r}.")
-
-
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Draft202012Validator:
-    parsed = json.loads(schema)
-    try:
-        Draft202012Validator.check_schema(parsed)
-    except SchemaError as error:
-        raise CannotSample(f"Invalid JSON Schema: {error.message}.") from error
-    return Draft202012Validator(parsed)
 
 
 class _Sampler:
