@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agentrl_env.ecma_pattern import python_pattern
 from agentrl_env.json_schema import SchemaProblem, compiled_schema
 from agentrl_env.types import ToolCall, ToolSpec
 
@@ -180,7 +181,8 @@ class _Sampler:
         pattern = schema.get("pattern")
         if pattern is not None:
             candidates = [*self._words, *schema.get("examples", ()), schema.get("default", "")]
-            fitting = [w for w in candidates if isinstance(w, str) and re.search(pattern, w)]
+            searched = python_pattern(pattern)
+            fitting = [w for w in candidates if isinstance(w, str) and re.search(searched or "", w)]
             if not fitting:
                 raise CannotSample(
                     f"No known string matches the pattern {pattern!r}; "
@@ -193,13 +195,16 @@ class _Sampler:
         return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
-        items = [self.draw(item, depth + 1) for item in schema.get("prefixItems", ())]
+        first, rest = schema.get("prefixItems", ()), schema.get("items")
+        if isinstance(rest, list):  # a tuple of draft-07
+            first, rest = rest, schema.get("additionalItems")
+        items = [self.draw(item, depth + 1) for item in first]
         low = schema.get("minItems", 0)
         high = schema.get("maxItems", low + 3) if depth < MAX_DEPTH else low
-        if "items" not in schema and not low:
+        if rest is False or (rest is None and not low):
             return items
         for _ in range(int(self._rng.integers(low, high + 1)) - len(items)):
-            item = self.draw(schema.get("items", True), depth + 1)
+            item = self.draw(True if rest is None else rest, depth + 1)
             if not (schema.get("uniqueItems") and item in items):
                 items.append(item)
         return items
