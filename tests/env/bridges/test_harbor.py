@@ -7,7 +7,8 @@ import re
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, ToolCall
-from agentrl_env.bridges.harbor.tasks import HarborTask, Unusable, load, rewards
+from agentrl_env.bridges.harbor.folder import HarborTask, Unusable
+from agentrl_env.bridges.harbor.tasks import load, rewards
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable, TargetError
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.env.bridges.harbor_tasks import SETTINGS, TEST, write_task
@@ -269,6 +270,14 @@ def test_folders_of_splits_are_splits(tmp_path):
         ({"settings": 'artifacts = ["/app/out"]\n' + SETTINGS}, "artifacts asks for files"),
         ({"settings": SETTINGS + "skills_dir = '/skills'\n"}, "environment.skills_dir = '/skills' is not"),
         ({"settings": SETTINGS + "os = 'windows'\n"}, "environment.os = 'windows' is not supported"),
+        (
+            {"settings": SETTINGS + "workdir = 'shop'\n"},
+            "environment.workdir = 'shop' is not an absolute path",
+        ),
+        (
+            {"settings": SETTINGS.replace("= false", "= 'no'")},
+            "allow_internet = 'no' is neither true nor false",
+        ),
         ({"settings": "shuffle_tests = true\n" + SETTINGS}, "shuffle_tests = True is not supported"),
         (
             {"settings": SETTINGS.replace("[verifier]", "network_mode = 'allowlist'\n[verifier]")},
