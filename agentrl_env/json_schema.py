@@ -145,10 +145,9 @@ class SchemaArguments:
     def __init__(self, schema: Mapping[str, Any], summary: str) -> None:
         self.summary = summary
         self.compiled = JsonSchema(schema)
-        properties: dict[str, Any] = (
-            {} if "$ref" in schema else {"properties": {}}
-        )  # model APIs require the keyword
-        self.schema = {"type": "object", **properties, **schema}
+        self.schema = {"type": "object", **schema}
+        if "$ref" not in schema:
+            self.schema.setdefault("properties", {})  # model APIs require it
 
     def parse(self, text: str) -> dict[str, Any]:
         """Return the arguments in the JSON text of a call. Raises ArgumentError."""

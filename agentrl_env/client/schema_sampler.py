@@ -144,7 +144,7 @@ class _Sampler:
 
     def _resolve(self, reference: str) -> Any:
         node: Any = self._root
-        for part in reference.removeprefix("#").strip("/").split("/"):
+        for part in reference.removeprefix("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, Mapping) or key not in node:
                 raise CannotSample(f"The reference {reference!r} cannot be resolved.")

@@ -25,7 +25,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,13 +171,14 @@ async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
     from mcp import types
 
     class Page(types.PaginatedResult):
-        tools: list[dict[str, Any]]
+        tools: list[Any]
 
     cursor = None
     while True:
         asked = types.ListToolsRequest(params=types.PaginatedRequestParams(cursor=cursor))
         page = await session.send_request(types.ClientRequest(asked), Page)
-        for tool in page.tools:
+        for given in page.tools:
+            tool = given if isinstance(given, dict) else {}
             name, description = str(tool.get("name") or ""), str(tool.get("description") or "")
             yield ForeignTool(name=name, description=description, schema=tool.get("inputSchema"))
         cursor = page.nextCursor
@@ -190,7 +191,7 @@ async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str
     from mcp import McpError, types
 
     class Result(types.Result):
-        content: Sequence[dict[str, Any]] = ()
+        content: Any = None
         structuredContent: Any = None
         isError: bool | None = None
 
@@ -201,20 +202,22 @@ async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str
         if error.error.code != _INVALID_PARAMS:
             raise
         return error.error.message, True
-    lines = [_text(block) for block in result.content]
+    lines = [_text(block) for block in result.content or ()]
     if not any(lines) and result.structuredContent is not None:
         lines = [json.dumps(result.structuredContent, ensure_ascii=False)]
     return "\n".join(lines), bool(result.isError)
 
 
-def _text(block: dict[str, Any]) -> str:
+def _text(block: Any) -> str:
     """Return a content block of MCP as text for the model."""
-    kind = block.get("type")
+    kind = block.get("type") if isinstance(block, dict) else None
     match kind:
         case "text":
             return str(block.get("text", ""))
         case "resource":
-            resource = block.get("resource") or {}
+            resource = block.get("resource")
+            if not isinstance(resource, dict):
+                return json.dumps(block, ensure_ascii=False)
             return f"{resource.get('uri', '')}\n{_resource_text(resource)}"
         case "resource_link":
             parts = (block.get(key) for key in ("uri", "title", "name", "description", "mimeType"))

@@ -32,6 +32,7 @@ TOOLS = [
     {"name": "list!", "inputSchema": {**EMPTY, "properties": {"a": {"pattern": "(?<=x+)y"}}}},
     {"name": "no_schema", "inputSchema": None},
     {"name": "", "inputSchema": EMPTY},
+    None,
 ]
 BLOB = base64.b64encode(b"1234").decode()
 RESULTS = {
@@ -62,6 +63,8 @@ RESULTS = {
     "both": {"content": [{"type": "text", "text": "twelve"}], "structuredContent": {"price": 12}},
     "unknown": {"content": [{"type": "hologram", "size": 3}]},
     "nothing": {"content": []},
+    "null": {"content": None, "structuredContent": [1]},
+    "odd": {"content": ["text", {"type": "resource", "resource": None}]},
 }
 
 

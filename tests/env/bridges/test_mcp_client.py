@@ -189,6 +189,8 @@ async def test_names_that_models_refuse_reach_the_server_as_its_own(odd):
         ("both", "twelve"),
         ("unknown", '{"type": "hologram", "size": 3}'),
         ("nothing", ""),
+        ("null", "[1]"),
+        ("odd", '"text"\n{"type": "resource", "resource": null}'),
     ],
 )
 async def test_every_kind_of_result_reaches_the_model_as_text(odd, kind, text):

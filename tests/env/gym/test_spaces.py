@@ -190,6 +190,7 @@ DRAFT_7 = "http://json-schema.org/draft-07/schema#"
         {"items": [{"type": "null"}], "additionalItems": False},
         {"type": "string", "pattern": r"^\p{L}+$"},
         {"type": "array", "prefixItems": [True], "items": False},
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
     ],
 )
 def test_drawn_values_fit_foreign_schemas(part):
