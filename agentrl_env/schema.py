@@ -22,7 +22,8 @@ _SUBSCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SUBSCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
 _MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
 """What a JSON text has where a number of it is NaN, infinite or too large for a float."""
-_MAX_ERRORS = 3
+MAX_ERRORS = 3
+"""Errors of one call that the model is shown."""
 _MAX_ECHO = 80
 
 
@@ -56,9 +57,7 @@ class Arguments:
             arguments = self._validate(text if text.strip() else "{}", strict=True)
         except ValidationError as error:
             raise ArgumentError(self._explain(error)) from None
-        if _MAY_NOT_BE_FINITE.search(text):  # pydantic looks at them in parameters of type float only
-            for where, number in _not_finite(from_json(text)):
-                raise ArgumentError(f"argument {echo(where)} should be a finite number, got {echo(number)}")
+        check_finite(text)  # pydantic looks at parameters of type float only
         return arguments
 
     def _fields(self, function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Any]:
@@ -158,9 +157,9 @@ class Arguments:
 
     def _explain(self, error: ValidationError) -> str:
         problems = error.errors(include_url=False)
-        lines = [self._line(problem) for problem in problems[:_MAX_ERRORS]]
-        if len(problems) > _MAX_ERRORS:
-            lines.append(f"and {len(problems) - _MAX_ERRORS} more")
+        lines = [self._line(problem) for problem in problems[:MAX_ERRORS]]
+        if len(problems) > MAX_ERRORS:
+            lines.append(f"and {len(problems) - MAX_ERRORS} more")
         return "; ".join(lines)
 
     def _line(self, problem: Any) -> str:
@@ -197,6 +196,13 @@ class Arguments:
                     return ""
                 node = inner
         return ", ".join(node.get("properties", {})) or ("" if path else "none")
+
+
+def check_finite(text: str) -> None:
+    """Raise ArgumentError if the arguments in a JSON text contain NaN or infinity."""
+    if _MAY_NOT_BE_FINITE.search(text):
+        for where, number in _not_finite(from_json(text)):
+            raise ArgumentError(f"argument {echo(where)} should be a finite number, got {echo(number)}")
 
 
 def echo(value: Any) -> str:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError
 from agentrl_env.author_code import describe
 from agentrl_env.errors import DefinitionError, ToolError
 from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode, encode_result
+from agentrl_env.json_schema import SchemaArguments
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 
@@ -59,6 +60,8 @@ class Done(Reply):
 class _Options:
     name: str
     timeout: float | None
+    arguments: SchemaArguments | None = None
+    """Arguments with a schema from elsewhere; None if the method's signature describes them."""
 
 
 @overload
@@ -96,13 +99,31 @@ def tool(
     return mark if function is None else mark(function)
 
 
+def foreign_tool(
+    name: str, arguments: SchemaArguments, play: Callable[..., Awaitable[Any]]
+) -> Callable[..., Any]:
+    """Return a method that is a tool with a JSON Schema from elsewhere.
+
+    Args:
+        name: tool name that the model sees.
+        arguments: its description and arguments.
+        play: ``await play(environment, arguments)`` answers a call.
+    """
+
+    async def method(self: Any, /, **given: Any) -> Any:
+        return await play(self, given)
+
+    setattr(method, _MARK, _Options(name=name, timeout=None, arguments=arguments))
+    return method
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """One tool of an environment class."""
 
     name: str
     attribute: str
-    arguments: Arguments
+    arguments: Arguments | SchemaArguments
     spec: ToolSpec
     timeout: float | None
 
@@ -132,7 +153,7 @@ class Toolset:
             raise DefinitionError(
                 f"{environment.__name__} has two tools named {options.name!r}; rename one", function
             )
-        arguments = Arguments(function, environment.__name__)
+        arguments = options.arguments or Arguments(function, environment.__name__)
         self.tools[options.name] = Tool(
             name=options.name,
             attribute=attribute,

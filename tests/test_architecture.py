@@ -31,10 +31,11 @@ STEPS = {
 }
 LAYERS = {
     "agentrl_env": (
-        {"author_code"},
+        {"author_code", "ecma_pattern"},
         {"types", "errors"},
         {"wire"},
         {"schema", "fast_wire", "dataset"},
+        {"json_schema"},
         {"tools"},
         {"definition"},
         {"environment"},

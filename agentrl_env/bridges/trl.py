@@ -13,12 +13,13 @@ public methods as tools, and takes the reward from ``get_reward``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import inspect
+import keyword
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union
+from urllib.parse import unquote
 
 from agentrl_env.bridges.episode import RESPOND, offered_tools
-from agentrl_env.bridges.signatures import function_of, has_python_names, inlined, python_type
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.client.formatting import message_text
 from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, SessionEnded
@@ -29,6 +30,15 @@ from agentrl_env.types import Message, ToolSpec
 RESERVED = ("reset", "get_reward", "rows", "close")
 CHOICE = ("split", "index", "seed", "sample")
 """Columns of the data set that choose the problem."""
+_TYPES: Mapping[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": None,
+}
 
 
 def trl_environment(
@@ -153,20 +163,75 @@ class TrlEpisode:
 
 
 def _method(tool: ToolSpec) -> Callable[..., Any]:
-    function = tool.function
-    schema = inlined(function.parameters)
-    name = function.name
-    if name in RESERVED or name.startswith("_") or not has_python_names(schema):
+    """Return a method with a named, annotated parameter for each argument of a tool."""
+    root, name = tool.function.parameters, tool.function.name
+    schema = _followed(root, root, frozenset())[0]
+    arguments: Mapping[str, Any] = schema.get("properties", {})
+    if name in RESERVED or name.startswith("_") or not all(map(_is_python_name, arguments)):
         raise DefinitionError(
             f"tool {name!r} cannot be a method of a TRL environment; rename it, or its arguments"
         )
-    described = {key: value.get("description", key) for key, value in schema.get("properties", {}).items()}
-    lines = [" ".join(function.description.split()) or name]
-    lines += ["", "Args:"] if described else []
-    lines += [f"    {key}: {' '.join(text.split())}" for key, text in described.items()]
-    lines += ["", "Returns:", "    The answer."]
-    return function_of(name, "\n".join(lines), schema, python_type, partial(_play, name))
+    required = schema.get("required", ())
+    described, parameters = [], []
+    for key, part in sorted(arguments.items(), key=lambda item: item[0] not in required):
+        about = part if isinstance(part, Mapping) else {}
+        described.append(f"    {key}: {' '.join(str(about.get('description', key)).split())}")
+        default = inspect.Parameter.empty if key in required else about.get("default")
+        annotation = python_type(part, root)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(key, kind, annotation=annotation, default=default))
+
+    def method(self: TrlEpisode, **given: Any) -> str:
+        return self._call(name, given)
+
+    lines = [" ".join(tool.function.description.split()) or name]
+    lines += ["", "Args:", *described] if described else []
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = "\n".join([*lines, "", "Returns:", "    The answer."])
+    method.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    return method
 
 
-def _play(name: str, episode: TrlEpisode, /, **arguments: Any) -> str:
-    return episode._call(name, arguments)
+def _is_python_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name) and name != "self"
+
+
+def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = frozenset()) -> Any:
+    """Return the Python type of a schema, as close as ``typing`` can express it.
+
+    Args:
+        schema: a part of ``root``.
+        root: the schema in which references are resolved.
+        within: references that the part is in; a repeated reference becomes ``Any``.
+    """
+    schema, within = _followed(schema, root, within)
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices:
+        return Literal[tuple(choices)]
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if options:
+        return Union[tuple(python_type(option, root, within) for option in options)]  # noqa: UP007
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return Union[tuple(_TYPES.get(one, Any) for one in kind)]  # noqa: UP007
+    if kind == "array" and isinstance(schema.get("items"), Mapping):
+        return list[python_type(schema["items"], root, within)]  # type: ignore[misc]
+    return _TYPES.get(str(kind), Any)
+
+
+def _followed(
+    schema: Any, root: Mapping[str, Any], within: frozenset[str]
+) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Return a schema with its own reference replaced, and ``within`` with the reference."""
+    while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
+        found: Any = root if reference == "#" or reference.startswith("#/") else None
+        for part in reference.split("/")[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if reference in within or not isinstance(found, Mapping):
+            return {}, within
+        within |= {reference}
+        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return (schema if isinstance(schema, Mapping) else {}), within

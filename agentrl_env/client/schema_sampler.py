@@ -8,15 +8,14 @@ Example::
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
-from jsonschema import Draft202012Validator, SchemaError
 
+from agentrl_env.ecma_pattern import python_pattern
+from agentrl_env.json_schema import SchemaProblem, compiled_schema
 from agentrl_env.types import ToolCall, ToolSpec
 
 WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", "open", "red", "x")
@@ -69,31 +68,22 @@ def sample_call(
     return ToolCall.of(function.name, call_id=call_id, **arguments)
 
 
-def sample_json(
-    schema: Mapping[str, Any] | bool, rng: np.random.Generator, *, words: Sequence[str] = WORDS
-) -> Any:
+def sample_json(schema: Mapping[str, Any], rng: np.random.Generator, *, words: Sequence[str] = WORDS) -> Any:
     """Draw a JSON value that is valid under ``schema`` (2020-12, local ``$ref``s).
 
     Raises:
         CannotSample: The schema is invalid, or twenty draws did not give a valid value.
     """
-    validator = _validator(json.dumps(schema))
+    try:
+        validator = compiled_schema(schema)
+    except SchemaProblem as error:
+        raise CannotSample(f"Invalid JSON Schema: {error}.") from error
     sampler = _Sampler(schema, rng, words)
     for _ in range(20):
         value = sampler.draw(schema, 0)
         if validator.is_valid(value):
             return value
     raise CannotSample(f"No value was found for the schema {schema!r}.")
-
-
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Draft202012Validator:
-    parsed = json.loads(schema)
-    try:
-        Draft202012Validator.check_schema(parsed)
-    except SchemaError as error:
-        raise CannotSample(f"Invalid JSON Schema: {error.message}.") from error
-    return Draft202012Validator(parsed)
 
 
 class _Sampler:
@@ -154,7 +144,7 @@ class _Sampler:
 
     def _resolve(self, reference: str) -> Any:
         node: Any = self._root
-        for part in reference.removeprefix("#").strip("/").split("/"):
+        for part in reference.removeprefix("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, Mapping) or key not in node:
                 raise CannotSample(f"The reference {reference!r} cannot be resolved.")
@@ -191,7 +181,8 @@ class _Sampler:
         pattern = schema.get("pattern")
         if pattern is not None:
             candidates = [*self._words, *schema.get("examples", ()), schema.get("default", "")]
-            fitting = [w for w in candidates if isinstance(w, str) and re.search(pattern, w)]
+            searched = python_pattern(pattern)
+            fitting = [w for w in candidates if isinstance(w, str) and re.search(searched or "", w)]
             if not fitting:
                 raise CannotSample(
                     f"No known string matches the pattern {pattern!r}; "
@@ -204,13 +195,16 @@ class _Sampler:
         return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
-        items = [self.draw(item, depth + 1) for item in schema.get("prefixItems", ())]
+        first, rest = schema.get("prefixItems", ()), schema.get("items")
+        if isinstance(rest, list):  # a tuple of draft-07
+            first, rest = rest, schema.get("additionalItems")
+        items = [self.draw(item, depth + 1) for item in first]
         low = schema.get("minItems", 0)
         high = schema.get("maxItems", low + 3) if depth < MAX_DEPTH else low
-        if "items" not in schema and not low:
+        if rest is False or (rest is None and not low):
             return items
         for _ in range(int(self._rng.integers(low, high + 1)) - len(items)):
-            item = self.draw(schema.get("items", True), depth + 1)
+            item = self.draw(True if rest is None else rest, depth + 1)
             if not (schema.get("uniqueItems") and item in items):
                 items.append(item)
         return items

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space
-from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from agentrl_env.client.schema_sampler import WORDS, sample_call
+from agentrl_env.json_schema import compiled_schema
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 
 ChatMessage = dict[str, Any]
@@ -97,7 +97,7 @@ class ToolCallSpace(Space[dict[str, Any]]):
     def _fits(self, name: Any, arguments: Any) -> bool:
         if not isinstance(name, str) or name not in self._schemas:
             return False
-        return bool(Draft202012Validator(self._schemas[name]).is_valid(arguments))
+        return compiled_schema(self._schemas[name]).is_valid(arguments)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolCallSpace) and self.tools == other.tools

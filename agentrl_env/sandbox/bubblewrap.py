@@ -130,8 +130,8 @@ class BubblewrapSandbox(Sandbox):
         except OSError as error:
             raise SandboxFailed(f"the snapshot cannot be restored: {error}") from None
 
-    def _fresh(self) -> BubblewrapSandbox:
-        return BubblewrapSandbox(self.limits, image=self._image)
+    def _fresh(self, limits: SandboxLimits) -> BubblewrapSandbox:
+        return BubblewrapSandbox(limits, image=self._image)
 
     def close(self) -> None:
         """See ``Sandbox.close``."""

@@ -156,16 +156,16 @@ class DockerSandbox(Sandbox):
         """Extract a snapshot in this fresh sandbox."""
         self._copy(["tar", "-xf", "-", "-C", "/"], state, 0)
 
-    def copy(self) -> Sandbox:
+    def copy(self, *, network: bool | None = None) -> Sandbox:
         """See ``Sandbox.copy``; with ``limits.root`` by an image that ends with the copy."""
         if not self.limits.root:
-            return super().copy()
+            return super().copy(network=network)
         with _failures("the sandbox's files cannot be copied"):
             image = self._api.commit(self._id)["Id"]
-        return DockerSandbox(self.limits, image=image, temporary=True)
+        return DockerSandbox(self._limits_with(network), image=image, temporary=True)
 
-    def _fresh(self) -> DockerSandbox:
-        return DockerSandbox(self.limits, image=self._image)
+    def _fresh(self, limits: SandboxLimits) -> DockerSandbox:
+        return DockerSandbox(limits, image=self._image)
 
     def _execute(self, execution: Execution) -> ExitState:
         if any("\0" in argument for argument in execution.arguments):

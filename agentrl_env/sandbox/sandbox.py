@@ -289,9 +289,15 @@ class Sandbox(ABC):
     def restore(self, state: bytes) -> None:
         """Restore the files of ``snapshot`` in a fresh sandbox of the same kind. Raises SandboxFailed."""
 
-    def copy(self) -> Sandbox:
-        """Open a sandbox of the same kind with the same files, without processes. Raises SandboxFailed."""
-        other = self._fresh()
+    def copy(self, *, network: bool | None = None) -> Sandbox:
+        """Open a sandbox of the same kind with the same files, without processes.
+
+        Args:
+            network: replaces the limit of the same name.
+
+        Raises SandboxFailed.
+        """
+        other = self._fresh(self._limits_with(network))
         try:
             other.restore(self.snapshot())
         except BaseException:
@@ -299,8 +305,11 @@ class Sandbox(ABC):
             raise
         return other
 
+    def _limits_with(self, network: bool | None) -> SandboxLimits:
+        return self.limits if network is None else replace(self.limits, network=network)
+
     @abstractmethod
-    def _fresh(self) -> Sandbox:
+    def _fresh(self, limits: SandboxLimits) -> Sandbox:
         """Open a sandbox of the same kind without changed files."""
 
     def close(self) -> None:

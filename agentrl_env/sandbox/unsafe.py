@@ -76,8 +76,8 @@ class UnsafeSandbox(Sandbox):
         with self._lock, tarfile.open(fileobj=io.BytesIO(state)) as tar:
             tar.extractall(self._inside("."), filter="data")
 
-    def _fresh(self) -> UnsafeSandbox:
-        return UnsafeSandbox(self.limits)
+    def _fresh(self, limits: SandboxLimits) -> UnsafeSandbox:
+        return UnsafeSandbox(limits)
 
     def _execute(self, execution: Execution) -> ExitState:
         try:

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 from itertools import combinations, zip_longest
 
-from jsonschema import Draft202012Validator, SchemaError
-
 from agentrl_env.author_code import place
 from agentrl_env.dataset import empty_split
 from agentrl_env.definition import uncalled_methods
 from agentrl_env.environment import Environment
 from agentrl_env.errors import UnknownSample
+from agentrl_env.json_schema import SchemaProblem, compiled_schema
 from agentrl_env.testing.context import CheckContext
 from agentrl_env.testing.report import CheckOutcome, failed, passed, readable, skipped, warned
 from agentrl_env.tools import Tool, toolset
@@ -45,9 +44,9 @@ def _schema_problem(function: FunctionSpec) -> str | None:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function.name):
         return "its name must be 1 to 64 letters, digits, '_' or '-'."
     try:
-        Draft202012Validator.check_schema(function.parameters)
-    except SchemaError as error:
-        return f"its parameters are not a valid JSON Schema: {error.message}."
+        compiled_schema(function.parameters)
+    except SchemaProblem as error:
+        return f"its parameters are not a valid JSON Schema: {error}."
     if function.parameters.get("type") != "object":
         return 'its parameters must be a JSON Schema of type "object".'
     return None

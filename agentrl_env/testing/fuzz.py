@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jsonschema import Draft202012Validator
 
 from agentrl_env.client.schema_sampler import CannotSample, sample_json
+from agentrl_env.json_schema import compiled_schema
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 
 ODD_STRINGS = (
@@ -112,7 +112,7 @@ def _arguments(function: FunctionSpec, rng: np.random.Generator) -> dict[str, An
 
 
 def _fits(function: FunctionSpec, arguments: Any) -> bool:
-    return bool(Draft202012Validator(function.parameters).is_valid(arguments))
+    return compiled_schema(function.parameters).is_valid(arguments)
 
 
 def _call(label: str, function: FunctionSpec, arguments: Any, invalid: bool = True) -> FuzzCase:

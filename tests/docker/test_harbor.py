@@ -6,7 +6,8 @@ import os
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, ToolCall
-from agentrl_env.bridges.harbor.tasks import HarborTask, built_image
+from agentrl_env.bridges.harbor.folder import HarborTask
+from agentrl_env.bridges.harbor.tasks import built_image
 from agentrl_env.errors import LaunchError
 from agentrl_env.launch.image import run_build
 from agentrl_env.sandbox import open_sandbox

@@ -8,34 +8,27 @@ task's own tests give the reward. A folder without an image is served in bubblew
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 import logging
-import math
-import os
 import re
-import shlex
-import tarfile
+import sys
 import threading
 import time
-import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 import numpy as np
 
+from agentrl_env.bridges.harbor.folder import SHELL, HarborTask, Unusable
 from agentrl_env.environment import Environment
-from agentrl_env.errors import LaunchError, NotSupported, SandboxFailed, TargetError
+from agentrl_env.errors import LaunchError, SandboxFailed, TargetError
 from agentrl_env.launch.image import run_build
 from agentrl_env.sandbox import Sandbox, open_sandbox
 from agentrl_env.sandbox.docker_daemon import connect
-from agentrl_env.sandbox.sandbox import OVERHEAD, parse_size
+from agentrl_env.sandbox.sandbox import OVERHEAD
 from agentrl_env.tools import Done, tool
 from agentrl_env.types import TaskSample, ToolCall
 
@@ -50,169 +43,12 @@ GRADING_S = 60.0
 """Seconds for opening and copying containers, beyond the limits of the task."""
 MAX_OUTPUT = 16_384
 PIDS = 512
-REWARDS = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
-UNSUPPORTED = {
-    "steps": "several steps",
-    "environment.gpus": "GPUs",
-    "environment.mcp_servers": "MCP servers",
-    "verifier.user": "another user than root",
-    "verifier.environment": "an environment of its own for the tests",
-}
-"""Keys of ``task.toml`` whose meaning is not implemented: a task that sets one is left out."""
-SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
-"""Arguments that run the text after them in bash, where the machine has it."""
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
 _builds = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthCheck:
-    """A command that is run, as root, until it succeeds before the model may begin; times are in seconds."""
-
-    command: str
-    interval: float = 5.0
-    timeout: float = 30.0
-    start_period: float = 0.0
-    start_interval: float = 5.0
-    retries: float = 3
-
-    @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> HealthCheck | None:
-        """Return the check of a ``task.toml``, if any. Raises ValueError."""
-        given = _get(settings, "environment.healthcheck")
-        if not given:
-            return None
-        names = ("interval", "timeout", "start_period", "start_interval")
-        numbers = {name: float(given[f"{name}_sec"]) for name in names if f"{name}_sec" in given}
-        return cls(command=str(given["command"]), retries=float(given.get("retries", 3)), **numbers)
-
-    @property
-    def seconds(self) -> float:
-        """The longest that it may take."""
-        return self.start_period + self.retries * (self.interval + self.timeout)
-
-    def pass_on(self, box: Sandbox) -> None:
-        """Run the command until it succeeds. Raises SandboxFailed after ``retries`` failures."""
-        begun, failures = time.monotonic(), 0
-        while (done := box.run([*SHELL, self.command], timeout=self.timeout)).code != 0:
-            starting = time.monotonic() - begun < self.start_period
-            failures += not starting
-            if failures >= self.retries:
-                raise SandboxFailed(f"the health check of the machine fails: {done.text[-300:]}")
-            time.sleep(self.start_interval if starting else self.interval)
-
-
-class Unusable(Exception):
-    """A task folder cannot be served; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarborTask:
-    """One task folder, read and checked."""
-
-    name: str
-    folder: Path
-    instruction: str
-    image: str | None
-    """A container image by name; None where ``environment/`` has a Dockerfile, or no image is needed."""
-    agent_s: float = 600.0
-    verifier_s: float = 600.0
-    build_s: float = 600.0
-    cpus: float = 1.0
-    memory: int = 2 << 30
-    disk: int = 10 << 30
-    network: bool = True
-    user: str | None = None
-    """User of the model's commands; None for root."""
-    check: HealthCheck | None = None
-    verifier_env: Mapping[str, str] = field(default_factory=dict)
-    solution_env: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path) -> HarborTask:
-        """Read a task folder. Raises Unusable."""
-        try:
-            settings = tomllib.loads((folder / "task.toml").read_text())
-            instruction = (folder / "instruction.md").read_text()
-        except (OSError, ValueError) as error:
-            raise Unusable(f"cannot read it: {error}") from error
-        for key, meaning in UNSUPPORTED.items():
-            if _get(settings, key) not in (None, "", 0, [], "root"):
-                raise Unusable(f"{key} asks for {meaning}, which is not supported")
-        if not (folder / "tests/test.sh").is_file():
-            raise Unusable("it has no tests/test.sh")
-        for name in ("docker-compose.yaml", "docker-compose.yml"):
-            if (folder / "environment" / name).exists():
-                raise Unusable(f"environment/{name} asks for several containers, which is not supported")
-        network = _get(settings, "environment.network_mode")
-        if network not in (None, "public", "no-network"):
-            raise Unusable(f"environment.network_mode = {network!r} is not supported")
-        try:
-            user = _get(settings, "agent.user")
-            task = cls(
-                name=folder.name,
-                folder=folder,
-                instruction=re.sub(r"\A(\s*(<!--|#)[^\n]*canary[^\n]*\n)+", "", instruction).strip(),
-                image=_get(settings, "environment.docker_image"),
-                agent_s=_positive(settings, "agent.timeout_sec", 600.0),
-                verifier_s=_positive(settings, "verifier.timeout_sec", 600.0),
-                build_s=_positive(settings, "environment.build_timeout_sec", 600.0),
-                cpus=_positive(settings, "environment.cpus", 1.0),
-                memory=_size(settings, "memory", 2 << 30),
-                disk=_size(settings, "storage", 10 << 30),
-                network=bool(_get(settings, "environment.allow_internet") in (None, True))
-                and network != "no-network",
-                user=None if user in (None, "", 0, "0", "root") else str(user),
-                check=HealthCheck.read(settings),
-                verifier_env=_variables(settings, "verifier.env"),
-                solution_env=_variables(settings, "solution.env"),
-            )
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise Unusable(f"task.toml: {error}") from error
-        if task.user is not None and not task.needs_image:
-            raise Unusable("agent.user asks for another user, which needs an image")
-        return task
-
-    @property
-    def dockerfile(self) -> bool:
-        """True if the image is built from the folder."""
-        return (self.folder / "environment/Dockerfile").is_file()
-
-    @property
-    def check_s(self) -> float:
-        """Seconds that the health check may take."""
-        return self.check.seconds if self.check is not None else 0.0
-
-    @property
-    def needs_image(self) -> bool:
-        """True if the task runs in a container."""
-        return self.image is not None or self.dockerfile
-
-    def solution(self) -> str:
-        """Return the command that writes and runs the solution. Raises NotSupported without one."""
-        files = self.files("solution")
-        if "solve.sh" not in files:
-            raise NotSupported(f"{self.name} has no solution/solve.sh")
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w:xz") as tar:
-            for name, data in files.items():
-                entry = tarfile.TarInfo(name)
-                entry.size, entry.mode = len(data), 0o755
-                tar.addfile(entry, io.BytesIO(data))
-        text = base64.b64encode(archive.getvalue()).decode()
-        settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.solution_env.items())
-        run = f"{settings}bash /solution/solve.sh"
-        if len(files) == 1:
-            script = files["solve.sh"].decode("utf-8", "replace").rstrip("\n")
-            write = f"cat >/solution/solve.sh <<'END_OF_SOLUTION'\n{script}\nEND_OF_SOLUTION\n"
-            return f"mkdir -p /solution; {write}{run}"
-        return f"mkdir -p /solution; echo {text} | base64 -d | tar -xJf - -C /solution; {run}"
-
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of one subfolder, relative path -> content."""
-        root = self.folder / part
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
-        return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+class NoReward(Exception):
+    """The tests of a task ended without a reward; the message is the reason, and the end of their output."""
 
 
 class HarborTasks(Environment):
@@ -222,7 +58,7 @@ class HarborTasks(Environment):
     tasks: ClassVar[Mapping[str, Mapping[str, HarborTask]]] = {}
     """Split -> name -> task."""
     network: ClassVar[bool] = True
-    """Whether tasks that ask for the internet get it."""
+    """False denies the model's commands every network. The tests have what their task asks for."""
 
     box: Sandbox | None = None
 
@@ -258,10 +94,14 @@ class HarborTasks(Environment):
     def _ready_box(self, task: HarborTask) -> Sandbox:
         box = self.open_box(task)
         try:
+            if task.workdir is not None:
+                made = box.run(["mkdir", "-p", task.workdir], cwd="/")
+                if made.code != 0:
+                    raise SandboxFailed(f"environment.workdir {task.workdir} cannot be made: {made.text}")
             if task.user is not None:
                 box.run("mkdir -p /solution && chmod 777 /solution")  # where the oracle writes
             if task.check is not None:
-                task.check.pass_on(box)
+                task.check.pass_on(box, **task.options)
         except BaseException:
             box.close()
             raise
@@ -280,7 +120,7 @@ class HarborTasks(Environment):
         left = self.began + self.task.agent_s - time.monotonic()
         if left > 0:
             seconds = max(0.1, min(timeout, left))
-            done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user)
+            done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user, **self.task.options)
             if not self.box.alive:
                 return self._graded(f"{done.text}\nThe machine has ended.")
             if self.began + self.task.agent_s > time.monotonic():
@@ -314,14 +154,17 @@ class HarborTasks(Environment):
 
     def _graded(self, text: str) -> Done:
         assert self.box is not None
-        reward, self.metrics = grade(self.task, self.box)
-        if reward is None:
+        try:
+            reward, self.metrics = grade(self.task, self.box)
+        except NoReward:
             # Infrastructure fails the tests of an untouched machine, too; that is no reward.
             with self._ready_box(self.task) as untouched:
-                if grade(self.task, untouched)[0] is None:
+                try:
+                    grade(self.task, untouched)
+                except NoReward as error:
                     raise RuntimeError(
-                        f"the tests of {self.task.name} give no reward for an untouched machine"
-                    )
+                        f"the tests of {self.task.name} give no reward for an untouched machine: {error}"
+                    ) from error
             reward, self.metrics = 0.0, {"tests_ended": 0.0}
         self.metrics["success"] = float(reward >= 1.0)
         return Done(text, reward=reward)
@@ -389,43 +232,67 @@ def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
     return dict(sorted(tasks.items())), reasons
 
 
-def grade(task: HarborTask, box: Sandbox) -> tuple[float | None, dict[str, float]]:
+def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
     """Return the reward that the task's tests give to a machine's files, and their other numbers.
 
-    The tests run in a copy without the processes of the machine, which they leave unchanged. The reward is
-    None where they give none. Raises SandboxFailed.
+    The tests run in a copy without the processes of the machine, which they leave unchanged. Raises NoReward
+    and SandboxFailed.
     """
     if not box.alive:
         box.run("true")  # raises where it was not ended by its own commands
         return 0.0, {"machine_ended": 1.0}
-    with box.copy() as judge:
+    with box.copy(network=task.verifier_network) as judge:
         judge.run("rm -rf /tests /logs /solution")
         tests = {f"/tests/{name}": data for name, data in task.files("tests").items()}
+        variables = {**task.env, **task.verifier_env}
         try:
             judge.write_all({**tests, "/logs/verifier/.keep": b""})
-            judge.run([*SHELL, "bash /tests/test.sh"], timeout=task.verifier_s, env=task.verifier_env)
-        except OSError:
-            return None, {}
-        for path in REWARDS:
-            with suppress(OSError, ValueError, TypeError):
-                return rewards(judge.read(path))
-    return None, {}
+            test = [*SHELL, "bash /tests/test.sh"]
+            done = judge.run(test, timeout=task.verifier_s, cwd=task.workdir, env=variables)
+        except OSError as error:
+            raise NoReward(f"the tests cannot be written: {error}") from error
+        written, scalar = (_content(judge, path) for path in (REWARD_JSON, REWARD_TEXT))
+    try:
+        if done.timed_out:
+            raise ValueError(f"test.sh was {done.note}")
+        if written is None and scalar is None:
+            raise ValueError("test.sh wrote neither reward.json nor reward.txt")
+        return rewards(scalar or b"") if written is None else rewards(written, scalar)
+    except (ValueError, RecursionError) as error:
+        raise NoReward(f"{error}; its output ends with {done.text[-300:]!r}") from error
 
 
-def rewards(text: bytes) -> tuple[float, dict[str, float]]:
-    """Return the reward of a file: a number, or an object with "reward" or with one number.
+def rewards(text: bytes, scalar: bytes | None = None) -> tuple[float, dict[str, float]]:
+    """Return the reward of a file, and its other numbers.
 
-    Raises ValueError or TypeError where the file has none.
+    Args:
+        text: a number, or an object with "reward" or with one number. Other values of the object, such as
+            null, are passed over.
+        scalar: content of ``reward.txt``, if there is one: the reward of an object without "reward".
+
+    Raises ValueError where there is no reward.
     """
     value = json.loads(text)
     named = value if isinstance(value, dict) else {"reward": value}
-    numbers = {name: float(number) for name, number in named.items()}
-    if not all(map(math.isfinite, numbers.values())):
-        raise ValueError("a reward is not finite")
-    if "reward" not in numbers and len(numbers) != 1:
-        raise ValueError("there is no reward")
+    numbers = {name: float(number) for name, number in named.items() if _is_finite(number)}
+    if "reward" not in numbers and scalar is not None:
+        numbers["reward"] = rewards(scalar)[0]
+    if "reward" not in numbers and ("reward" in named or len(numbers) != 1):
+        raise ValueError(f"there is no finite reward in {text[:200]!r}")
     reward = numbers.pop("reward", None)
     return (numbers.popitem()[1] if reward is None else reward), numbers
+
+
+def _is_finite(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max
+
+
+def _content(box: Sandbox, path: str) -> bytes | None:
+    try:
+        return box.read(path)
+    except OSError:
+        return None
 
 
 def built_image(task: HarborTask) -> str:
@@ -453,39 +320,3 @@ def built_image(task: HarborTask) -> str:
     except LaunchError as error:
         raise SandboxFailed(str(error)) from error
     return tag
-
-
-def _get(settings: Mapping[str, Any], key: str) -> Any:
-    value: Any = settings
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _positive(settings: Mapping[str, Any], key: str, default: float) -> float:
-    value = _get(settings, key)
-    number = default if value is None else float(value)
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{key} = {value!r} is not a positive number")
-    return number
-
-
-def _size(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a size in bytes: ``memory_mb = 2048``, or the older ``memory = "2G"``."""
-    megabytes, text = _get(settings, f"environment.{name}_mb"), _get(settings, f"environment.{name}")
-    if megabytes is not None:
-        return int(float(megabytes) * (1 << 20))
-    return default if text is None else parse_size(text)
-
-
-def _variables(settings: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return environment variables; ``${NAME}`` is replaced from this process, ``${NAME:-else}`` too."""
-
-    def replaced(found: re.Match[str]) -> str:
-        value = os.environ.get(found[1], found[2])
-        if value is None:
-            raise ValueError(f"{key} needs the environment variable {found[1]}")
-        return value
-
-    given = _get(settings, key) or {}
-    return {name: _VARIABLE.sub(replaced, str(value)) for name, value in given.items()}

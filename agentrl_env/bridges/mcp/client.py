@@ -8,26 +8,31 @@ call is the model's answer, which ends the episode with the reward of the user's
         return float(sample.data["answer"] in answer)
 
 The prompt is that of the options, or ``prompt`` of the sample's data. The option ``samples=module:function``
-names a function that returns the samples of a split, as ``Environment.samples`` does.
+names a function that returns the samples of a split, as ``Environment.samples`` does. ``env=NAME=VALUE`` sets
+an environment variable of a command and ``header=NAME: VALUE`` a header of a URL. ``${NAME}`` in a value is
+replaced from the environment of this process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import importlib.util
 import inspect
+import json
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
-from agentrl_env.bridges.signatures import tools_of
+from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.environment import Environment
 from agentrl_env.errors import TargetError, ToolError
@@ -39,6 +44,10 @@ INSTALL = "this needs the MCP SDK; install the extra: pip install 'agentrl-kit[m
 _NUMBERS = {"max_turns": int, "tool_timeout": float, "reset_timeout": float}
 _FUNCTIONS = ("reward", "samples")
 _TEXTS = ("name", "prompt")
+_PAIRS = {"env": ("env", "="), "header": ("headers", ":")}
+"""Options that can be repeated: the argument of ``mcp_task``, and what separates name and value."""
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_INVALID_PARAMS = -32602
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,15 @@ class McpCall:
     is_error: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An MCP server: its command or address, and its environment variables or HTTP headers."""
+
+    address: str
+    env: Mapping[str, str] = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+
+
 Reward = Callable[[TaskSample, list[McpCall], str], Any]
 
 
@@ -75,8 +93,14 @@ def load(address: str) -> type[McpTask]:
                 raise TargetError(f"mcp: option {name}: {error}") from error
         elif name in _TEXTS:
             options[name] = text
+        elif name in _PAIRS:
+            argument, separator = _PAIRS[name]
+            key, found, value = text.partition(separator)
+            if not found or not key.strip():
+                raise TargetError(f"mcp: write {name}=NAME{separator}VALUE, not {name}={text}")
+            options.setdefault(argument, {})[key.strip()] = _VARIABLE.sub(_variable, value.strip())
         else:
-            known = ", ".join([*_FUNCTIONS, *_NUMBERS, *_TEXTS])
+            known = ", ".join([*_FUNCTIONS, *_NUMBERS, *_TEXTS, *_PAIRS])
             raise TargetError(f"mcp: there is no option {name!r}; there are {known}")
     if "reward" not in options:
         raise TargetError("mcp: give the reward as a function: mcp:SERVER#reward=module:function")
@@ -88,6 +112,8 @@ def mcp_task(
     reward: Reward,
     *,
     samples: Callable[[str], Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
     **attributes: Any,
 ) -> type[McpTask]:
     """Return a class whose tools are those of an MCP server.
@@ -96,15 +122,22 @@ def mcp_task(
         server: a command line, or the URL of a streamable HTTP server.
         reward: called with the sample, the calls and the answer at the end of an episode; may be async.
         samples: returns the samples of a split; by default endless and empty.
+        env: environment variables of a command, besides those that the SDK passes on, such as ``PATH``.
+        headers: HTTP headers of a URL, such as an authorization.
         attributes: of the class, such as ``name``, ``prompt`` or ``max_turns``.
 
     Raises TargetError where the server does not start, or the SDK is not installed.
     """
+    if headers and not _is_url(server):
+        raise TargetError(f"{server}: headers need the URL of a server; give a command environment variables")
+    if env and _is_url(server):
+        raise TargetError(f"{server}: environment variables need a command; give a URL headers")
+    endpoint = Endpoint(address=server, env=env or {}, headers=headers or {})
     if importlib.util.find_spec("mcp") is None:
         raise TargetError(INSTALL)
     loop = LoopThread()
     try:
-        name, instructions, specs = loop.run(_describe(server), LOAD_S)
+        name, instructions, tools = loop.run(_describe(endpoint), LOAD_S)
     except (Exception, asyncio.CancelledError) as error:
         raise TargetError(f"{server}: no MCP server answers: {_innermost(error)}") from error
     finally:
@@ -112,9 +145,9 @@ def mcp_task(
     fields: dict[str, Any] = {
         "__doc__": instructions or "",
         "name": re.sub(r"\W+", "_", name).strip("_").lower() or "mcp",
-        "server": server,
+        "endpoint": endpoint,
         "reward": staticmethod(reward),
-        **tools_of(specs, McpTask.play),
+        **tools_of(server, tools, McpTask.play),
         **attributes,
     }
     if samples is not None:
@@ -122,28 +155,95 @@ def mcp_task(
     return type("McpServer", (McpTask,), fields)
 
 
-async def _describe(server: str) -> tuple[str, str | None, dict[str, tuple[str, dict[str, Any]]]]:
-    connection = Connection(server)
+async def _describe(endpoint: Endpoint) -> tuple[str, str | None, list[ForeignTool]]:
+    connection = Connection(endpoint)
     try:
         session = await connection.open()
-        tools, cursor = [], None
-        while True:
-            page = await session.list_tools(cursor)
-            tools += page.tools
-            cursor = page.nextCursor
-            if cursor is None:
-                break
-        specs = {tool.name: (tool.description or "", tool.inputSchema) for tool in tools}
+        tools = [tool async for tool in _listed(session)]
         begun = connection.begun
-        return begun.serverInfo.name, begun.instructions, specs
+        return begun.serverInfo.name, begun.instructions, tools
     finally:
         await connection.close()
+
+
+async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
+    """Yield the tools of a server as it describes them; the models of the SDK refuse all for one odd tool."""
+    from mcp import types
+
+    class Page(types.PaginatedResult):
+        tools: list[Any]
+
+    cursor = None
+    while True:
+        asked = types.ListToolsRequest(params=types.PaginatedRequestParams(cursor=cursor))
+        page = await session.send_request(types.ClientRequest(asked), Page)
+        for given in page.tools:
+            tool = given if isinstance(given, dict) else {}
+            name, description = str(tool.get("name") or ""), str(tool.get("description") or "")
+            yield ForeignTool(name=name, description=description, schema=tool.get("inputSchema"))
+        cursor = page.nextCursor
+        if cursor is None:
+            return
+
+
+async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """Call a tool; return the text of its result, and True if the server reports an error of the call."""
+    from mcp import McpError, types
+
+    class Result(types.Result):
+        content: Any = None
+        structuredContent: Any = None
+        isError: bool | None = None
+
+    call = types.CallToolRequest(params=types.CallToolRequestParams(name=name, arguments=arguments))
+    try:
+        result = await session.send_request(types.ClientRequest(call), Result)
+    except McpError as error:
+        if error.error.code != _INVALID_PARAMS:
+            raise
+        return error.error.message, True
+    lines = [_text(block) for block in result.content or ()]
+    if not any(lines) and result.structuredContent is not None:
+        lines = [json.dumps(result.structuredContent, ensure_ascii=False)]
+    return "\n".join(lines), bool(result.isError)
+
+
+def _text(block: Any) -> str:
+    """Return a content block of MCP as text for the model."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    match kind:
+        case "text":
+            return str(block.get("text", ""))
+        case "resource":
+            resource = block.get("resource")
+            if not isinstance(resource, dict):
+                return json.dumps(block, ensure_ascii=False)
+            return f"{resource.get('uri', '')}\n{_resource_text(resource)}"
+        case "resource_link":
+            parts = (block.get(key) for key in ("uri", "title", "name", "description", "mimeType"))
+            return ", ".join(dict.fromkeys(str(part) for part in parts if part))
+        case "image" | "audio":
+            return f"[{kind}, {block.get('mimeType', 'of unknown type')}]"
+    return json.dumps(block, ensure_ascii=False)
+
+
+def _resource_text(resource: Mapping[str, Any]) -> str:
+    if "text" in resource:
+        return str(resource["text"])
+    kind = str(resource.get("mimeType") or "application/octet-stream")
+    try:
+        data = base64.b64decode(str(resource.get("blob", "")))
+        if kind.startswith("text/") or kind.partition(";")[0].endswith(("json", "xml")):
+            return data.decode()
+    except ValueError:
+        return f"[{kind}, which cannot be decoded]"
+    return f"[{kind}, {len(data)} bytes]"
 
 
 class McpTask(Environment):
     """The episodes of an MCP server; ``mcp_task`` makes a class for each server."""
 
-    server: ClassVar[str] = ""
+    endpoint: ClassVar[Endpoint]
     reward: ClassVar[Any] = None
     prompt: ClassVar[str] = ""
     """Opening message; that of the sample's data takes precedence."""
@@ -152,7 +252,7 @@ class McpTask(Environment):
         """Connect, and return the server's instructions and the prompt."""
         self.sample = sample
         self.calls: list[McpCall] = []
-        self.connection = Connection(self.server)
+        self.connection = Connection(self.endpoint)
         self.mcp = await self.connection.open()
         instructions = self.connection.begun.instructions
         opening = [Message(role="system", content=instructions)] if instructions else []
@@ -160,11 +260,7 @@ class McpTask(Environment):
 
     async def play(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool of the server."""
-        result = await self.mcp.call_tool(name, arguments)
-        text = "\n".join(
-            block.text if block.type == "text" else f"[{block.type}]" for block in result.content
-        )
-        failed = bool(result.isError)
+        text, failed = await _call(self.mcp, name, arguments)
         self.calls.append(McpCall(name=name, arguments=arguments, answer=text, is_error=failed))
         if failed:
             raise ToolError(text)
@@ -187,11 +283,11 @@ class Connection:
     """A connection to an MCP server, kept by a task of its own, as the SDK requires.
 
     Args:
-        server: a command line, or a URL.
+        endpoint: the server.
     """
 
-    def __init__(self, server: str) -> None:
-        self._server = server
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.begun: Any = None
@@ -217,20 +313,36 @@ class Connection:
 
     async def _keep(self, opened: asyncio.Future[Any]) -> None:
         from mcp import ClientSession, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp.client.stdio import get_default_environment, stdio_client
         from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
 
+        endpoint = self._endpoint
         async with AsyncExitStack() as stack:
-            if re.match(r"https?://", self._server):
-                streams = await stack.enter_async_context(streamable_http_client(self._server))
+            if _is_url(endpoint.address):
+                http = await stack.enter_async_context(create_mcp_http_client(dict(endpoint.headers)))
+                client = streamable_http_client(endpoint.address, http_client=http)
+                streams = await stack.enter_async_context(client)
             else:
-                command, *arguments = shlex.split(self._server)
-                parameters = StdioServerParameters(command=command, args=arguments)
+                command, *arguments = shlex.split(endpoint.address)
+                variables = {**get_default_environment(), **endpoint.env}
+                parameters = StdioServerParameters(command=command, args=arguments, env=variables)
                 streams = await stack.enter_async_context(stdio_client(parameters))
             session = await stack.enter_async_context(ClientSession(*streams[:2]))
             self.begun = await session.initialize()
             opened.set_result(session)
             await self._end.wait()
+
+
+def _is_url(server: str) -> bool:
+    return re.match(r"https?://", server) is not None
+
+
+def _variable(found: re.Match[str]) -> str:
+    """Return the value of a variable of this process. Raises TargetError."""
+    if found[1] not in os.environ:
+        raise TargetError(f"mcp: the environment variable {found[1]} is not set")
+    return os.environ[found[1]]
 
 
 def _function(path: str) -> Any:

@@ -24,7 +24,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from agentrl_env.bridges.signatures import tools_of
+from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.environment import Environment
 from agentrl_env.errors import ServerFull, TargetError, ToolError
@@ -111,16 +111,18 @@ async def _describe(url: str, attributes: dict[str, Any]) -> type[OpenEnvTask]:
             listed = await socket.ask("step", {"type": "list_tools"})
         finally:
             await socket.close()
-        specs = {
-            tool["name"]: (
-                tool.get("description") or "",
-                tool.get("input_schema", tool.get("inputSchema")) or {},
+        tools = [
+            ForeignTool(
+                name=tool["name"],
+                description=tool.get("description") or "",
+                schema=tool.get("input_schema", tool.get("inputSchema")) or {},
             )
             for tool in listed["observation"]["tools"]
-        }
+        ]
     else:
         shown = {key: value for key, value in action.get("properties", {}).items() if key != "metadata"}
-        specs = {"step": (action.get("description") or "Take a step.", {**action, "properties": shown})}
+        about_step = action.get("description") or "Take a step."
+        tools = [ForeignTool(name="step", description=about_step, schema={**action, "properties": shown})]
     name = re.sub(r"\W+", "_", str(about.get("name") or "openenv")).strip("_").lower()
     fields = {
         "__doc__": about.get("description") or "",
@@ -128,7 +130,7 @@ async def _describe(url: str, attributes: dict[str, Any]) -> type[OpenEnvTask]:
         "url": url,
         "direct": action.get("title") not in TOOL_ACTIONS,
         **({"splits": tuple(splits), "sizes": splits} if splits else {}),
-        **tools_of(specs, OpenEnvTask.play),
+        **tools_of(url, tools, OpenEnvTask.play),
         **attributes,
     }
     return type("OpenEnvServer", (OpenEnvTask,), fields)

@@ -1,11 +1,14 @@
 """Harbor task folders as tasks, in bubblewrap; tests/docker has those with an image."""
 
 import json
+import os
+import re
 
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, ToolCall
-from agentrl_env.bridges.harbor.tasks import HarborTask, Unusable, load, rewards
+from agentrl_env.bridges.harbor.folder import HarborTask, Unusable
+from agentrl_env.bridges.harbor.tasks import load, rewards
 from agentrl_env.errors import EnvironmentFailed, SandboxUnavailable, TargetError
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.env.bridges.harbor_tasks import SETTINGS, TEST, write_task
@@ -114,6 +117,102 @@ async def test_several_rewards_become_reward_and_metrics(tmp_path):
     assert result.metrics["style"] == 0.5
 
 
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("written", "reward", "metrics"),
+    [
+        ('{"reward": 0.25, "style": null, "notes": "fine", "lines": 3}', 0.25, {"lines": 3.0}),
+        ('{"lines": 3, "words": 9}', 1.0, {"lines": 3.0, "words": 9.0}),
+        ('{"reward": null, "lines": 3}', 1.0, {"lines": 3.0}),
+    ],
+)
+async def test_named_numbers_take_precedence_over_the_number_alone(tmp_path, written, reward, metrics):
+    test = f"cd /logs/verifier; echo 1 >reward.txt; echo '{written}' >reward.json"
+    result = await graded(write_task(tmp_path / "plank", test=test))
+    assert (result.status, result.reward) == (SessionStatus.COMPLETED, reward)
+    assert metrics.items() <= result.metrics.items()
+    assert not result.metrics.keys() & {"style", "notes", "reward"}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("echo pytest: not found >&2; exit 1", "wrote neither reward.json nor reward.txt.*pytest: not found"),
+        ("echo broken; echo '{' >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt", "broken"),
+        ("echo '{\"reward\": null}' >/logs/verifier/reward.json", "no finite reward in .*null"),
+        ("echo 0 >/logs/verifier/reward.txt; sleep 100", "was killed: it ran longer than 1 s"),
+    ],
+)
+async def test_tests_that_did_not_run_fail_the_session_with_their_output(tmp_path, test, reason):
+    settings = SETTINGS.replace("timeout_sec = 100.0", "timeout_sec = 1.0")
+    result = await graded(write_task(tmp_path / "plank", test=test, settings=settings), "true")
+    assert result.status is SessionStatus.FAILED_ENVIRONMENT
+    assert re.search(reason, result.info["error"]["message"])
+
+
+@needs_bubblewrap
+async def test_variables_and_working_folder_of_the_task_hold_for_model_tests_and_health_check(tmp_path):
+    settings = (
+        SETTINGS
+        + """
+workdir = "/home/agent/shop/floor"
+env = { WOOD = "oak", UNIT = "inch" }
+[environment.healthcheck]
+command = 'test "$WOOD" = oak && pwd >checked'
+"""
+    )
+    test = 'echo "{\\"reward\\": $([ $WOOD = oak ] && [ $UNIT = cm ] && [ -e checked ] && echo 1)}"'
+    folder = write_task(tmp_path / "plank", settings=settings, test=f"{test} >/logs/verifier/reward.json")
+    async with EnvClient.local(f"harbor:{folder}") as client:
+        session = await client.open("plank", split="train", index=0)
+        shown = await session.step(shell("echo $WOOD $UNIT; cat checked; pwd"))
+        folder = "/home/agent/shop/floor"
+        assert shown.messages[0].content == f"oak inch\n{folder}\n{folder}"
+        assert (await session.step(ToolCall.of("submit"))).reward == 1.0
+
+
+@needs_bubblewrap
+async def test_working_folder_that_cannot_be_made_fails_the_session(tmp_path):
+    write_task(tmp_path / "plank", settings=SETTINGS + "workdir = '/proc/shop'\n")
+    async with EnvClient.local(f"harbor:{tmp_path}") as client:
+        with pytest.raises(EnvironmentFailed, match=r"environment\.workdir /proc/shop cannot be made"):
+            await client.open()
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("settings", "query", "model", "tests"),
+    [
+        (SETTINGS.replace("false", "true"), "?network=false", False, True),
+        (SETTINGS.replace("false", "true"), "", True, True),
+        (SETTINGS, "", False, False),
+        (SETTINGS.replace("[environment]", "network_mode = 'public'\n[environment]"), "", False, True),
+        (SETTINGS.replace("false", "true\nnetwork_mode = 'no-network'"), "", False, False),
+        (
+            SETTINGS.replace("[verifier]", "network_mode = 'no-network'\n[verifier]").replace(
+                "false", "true"
+            ),
+            "",
+            False,
+            True,
+        ),
+    ],
+)
+async def test_tests_have_the_network_of_their_task_also_where_the_model_has_none(
+    tmp_path, settings, query, model, tests
+):
+    own = os.readlink("/proc/self/ns/net")
+    test = 'echo "{\\"reward\\": 1, \\"namespace\\": $(readlink /proc/self/ns/net | tr -dc 0-9)}"'
+    folder = write_task(tmp_path / "plank", settings=settings, test=f"{test} >/logs/verifier/reward.json")
+    async with EnvClient.local(f"harbor:{folder}{query}") as client:
+        session = await client.open("plank", split="train", index=0)
+        shown = await session.step(shell("readlink /proc/self/ns/net"))
+        assert (shown.messages[0].content == own) is model
+        result = await session.step(ToolCall.of("submit"))
+        assert (result.metrics["namespace"] == float(own.strip("net:[]"))) is tests
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -121,6 +220,7 @@ async def test_several_rewards_become_reward_and_metrics(tmp_path):
         (b"0.5", (0.5, {})),
         (b'{"reward": 1, "a": 2}', (1.0, {"a": 2.0})),
         (b'{"correct": 1}', (1.0, {})),
+        (b'{"reward": 1, "a": null, "b": true, "c": NaN, "d": [1]}', (1.0, {})),
     ],
 )
 def test_rewards_are_a_number_or_named_numbers(text, expected):
@@ -128,10 +228,14 @@ def test_rewards_are_a_number_or_named_numbers(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"yes", b"NaN", b"[1]", b'{"a": 1, "b": 2}', b'{"reward": "x"}', b"{}"]
+    "text",
+    [
+        *(b"", b"yes", b"NaN", b"[1]", b"true", b"{}", b"1" + b"0" * 400),
+        *(b'{"a": 1, "b": 2}', b'{"reward": "x"}', b'{"reward": null, "a": 1}'),
+    ],
 )
 def test_other_rewards_are_none(text):
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"no finite reward|JSON|Expecting"):
         rewards(text)
 
 
@@ -151,6 +255,35 @@ def test_folders_of_splits_are_splits(tmp_path):
         ({"settings": SETTINGS + "[[steps]]\nname = 'one'\n"}, "steps asks for several steps"),
         ({"settings": SETTINGS + "gpus = 1\n"}, "GPUs"),
         ({"settings": SETTINGS + "network_mode = 'allowlist'\n"}, "network_mode = 'allowlist'"),
+        (
+            {"settings": SETTINGS.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')},
+            "verifier.environment_mode asks for an environment of its own for the tests",
+        ),
+        (
+            {"settings": SETTINGS + "[verifier.environment]\ncpus = 2\n"},
+            "verifier.environment asks for an environment of its own for the tests",
+        ),
+        (
+            {"settings": SETTINGS + "[[verifier.collect]]\ncommand = 'git diff >/logs/artifacts/patch'\n"},
+            "verifier.collect = [{'command':",
+        ),
+        ({"settings": 'artifacts = ["/app/out"]\n' + SETTINGS}, "artifacts asks for files"),
+        ({"settings": SETTINGS + "skills_dir = '/skills'\n"}, "environment.skills_dir = '/skills' is not"),
+        ({"settings": SETTINGS + "os = 'windows'\n"}, "environment.os = 'windows' is not supported"),
+        (
+            {"settings": SETTINGS + "workdir = 'shop'\n"},
+            "environment.workdir = 'shop' is not an absolute path",
+        ),
+        (
+            {"settings": SETTINGS.replace("= false", "= 'no'")},
+            "allow_internet = 'no' is neither true nor false",
+        ),
+        ({"settings": "shuffle_tests = true\n" + SETTINGS}, "shuffle_tests = True is not supported"),
+        (
+            {"settings": SETTINGS.replace("[verifier]", "network_mode = 'allowlist'\n[verifier]")},
+            "agent.network_mode = 'allowlist' is not supported",
+        ),
+        ({"files": {"tests/Dockerfile": "FROM scratch"}}, "tests/Dockerfile asks for an image of its own"),
         ({"files": {"environment/docker-compose.yaml": "services: {}"}}, "several containers"),
         ({"settings": "this is not TOML"}, "cannot read it"),
         ({"settings": SETTINGS.replace("cpus = 1", "cpus = -1")}, "cpus = -1 is not a positive number"),

@@ -1,20 +1,23 @@
 """MCP servers as tasks: real servers of the official SDK, as a process and over HTTP."""
 
 import asyncio
+import json
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 
-from agentrl_env import EnvClient, Environment, ToolCall
+from agentrl_env import EnvClient, ToolCall
 from agentrl_env.bridges.mcp.client import mcp_task
-from agentrl_env.bridges.signatures import tools_of
 from agentrl_env.errors import TargetError
 from agentrl_env.hosting.loader import load_target
+from tests.env.bridges import odd_server
 from tests.env.bridges.players import mcp_session
 from tests.env.tasks import Guess
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
+ODD = f"{sys.executable} {odd_server.__file__}"
 COMMAND = f"{sys.executable} {CALCULATOR}"
 
 
@@ -30,6 +33,11 @@ async def right_sum(sample, calls, answer):
 @pytest.fixture(scope="module")
 def calculator():
     return mcp_task(COMMAND, last_answer, prompt="2 + 3?")
+
+
+@pytest.fixture(scope="module")
+def odd():
+    return mcp_task(ODD, last_answer)
 
 
 async def test_tools_prompt_and_instructions_are_those_of_the_server(calculator):
@@ -83,9 +91,9 @@ async def test_each_session_has_a_server_of_its_own(calculator):
         assert (await second.step(ToolCall.of("count"))).messages[0].content == "0"
 
 
-async def test_arguments_that_python_cannot_name_are_passed_as_one_object(calculator):
+async def test_arguments_can_have_names_that_python_reserves(calculator):
     async with EnvClient.local(calculator) as client, await client.open() as session:
-        result = await session.step(ToolCall.of("odd_name", arguments={"from": "here"}))
+        result = await session.step(ToolCall.of("odd_name", **{"from": "here"}))
         assert result.messages[0].content == "here"
 
 
@@ -109,6 +117,10 @@ def test_target_on_the_command_line_names_server_reward_and_prompt(monkeypatch):
         (f"mcp:{COMMAND}", "give the reward as a function"),
         (f"mcp:{COMMAND}#reward=no_such_module:f", "write module:function"),
         (f"mcp:{COMMAND}#reward=calculator:reward&turns=4", "there is no option 'turns'"),
+        (f"mcp:{COMMAND}#reward=calculator:reward&env=TOKEN", "write env=NAME=VALUE, not env=TOKEN"),
+        (f"mcp:{COMMAND}#reward=calculator:reward&env=A=${{NO_SUCH}}", "variable NO_SUCH is not set"),
+        (f"mcp:{COMMAND}#reward=calculator:reward&header=A:b", "headers need the URL of a server"),
+        ("mcp:http://localhost:1/#reward=calculator:reward&env=A=b", "variables need a command"),
         ("mcp:/no/such/command#reward=calculator:reward", "no MCP server answers"),
     ],
 )
@@ -129,17 +141,91 @@ async def test_task_served_over_mcp_is_a_task_again(serving):
         assert result.messages[0].content == answer.content[0].text == "higher"
 
 
-def test_optional_arguments_of_a_server_may_have_no_default_or_one_that_does_not_fit():
-    text = {"type": "string"}
-    schema = {"type": "object", "properties": {"a": text, "b": {**text, "default": None}}}
-    schema["properties"]["c"] = {**text, "default": "x"}
+def test_tool_that_cannot_be_served_is_omitted_with_the_reason_and_the_others_are_served(odd, caplog):
+    with caplog.at_level(logging.WARNING, "agentrl_env"):
+        task = mcp_task(ODD, last_answer)
+    names = [spec.function.name for spec in task.tool_specs()]
+    assert names == ["echo", "files_read", "files_read_2", "list_"]
+    for words in (
+        "omitted tool 'null_part': its schema is invalid at /properties/a",
+        "omitted tool 'echo': another tool has the same name",
+        "omitted tool 'lost': its schema has no #/$defs/gone",
+        "omitted tool 'no_schema': its schema is null, not a JSON object",
+        "omitted tool '': it has no name",
+        "the pattern (?<=x+)y of tool 'list!' cannot be checked here",
+    ):
+        assert words in caplog.text
 
-    async def call(environment, name, arguments):
-        return ""
 
-    methods = tools_of({"look": ("Look.", schema)}, call)
-    task = type(
-        "Bridged", (Environment,), {"__doc__": "Look.", "reset": lambda self, sample, rng: "", **methods}
-    )
-    (spec,) = task.tool_specs()
-    assert spec.function.parameters["properties"] == {"a": text, "b": text, "c": {**text, "default": "x"}}
+async def test_schema_of_a_server_is_shown_as_it_is_and_calls_are_checked_with_it(odd):
+    specs = {spec.function.name: spec.function.parameters for spec in odd.tool_specs()}
+    assert specs["echo"] == odd_server.ECHO
+    async with EnvClient.local(odd) as client, await client.open() as session:
+        right = {"start": 1, "end": 2, "$ref": "x", "tags": {"any": "value"}, "self": True}
+        result = await session.step(ToolCall.of("echo", **right))
+        assert json.loads(result.messages[0].content) == {"name": "echo", "arguments": right}
+        for wrong in ({"end": "x"}, {"tags": {"any": 1}}, {"card": 1}, {"start": 1, "else": 2}):
+            result = await session.step(ToolCall.of("echo", **wrong))
+            assert result.metrics["invalid_calls"] == 1.0, wrong
+
+
+async def test_names_that_models_refuse_reach_the_server_as_its_own(odd):
+    async with EnvClient.local(odd) as client, await client.open() as session:
+        for name, own in (("files_read", "files.read"), ("files_read_2", "files/read"), ("list_", "list!")):
+            result = await session.step(ToolCall.of(name))
+            assert json.loads(result.messages[0].content)["name"] == own
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "embedded",
+            "file:///notes.txt\nbuy milk\nfile:///data.json\n{}\nfile:///a.png\n[image/png, 4 bytes]",
+        ),
+        ("link", "file:///notes.txt, The notes, notes, what to buy, text/plain"),
+        ("structured", '{"price": 12, "of": "öl"}'),
+        ("image", "[image, image/png]"),
+        ("both", "twelve"),
+        ("unknown", '{"type": "hologram", "size": 3}'),
+        ("nothing", ""),
+        ("null", "[1]"),
+        ("odd", '"text"\n{"type": "resource", "resource": null}'),
+    ],
+)
+async def test_every_kind_of_result_reaches_the_model_as_text(odd, kind, text):
+    async with EnvClient.local(odd) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("files_read", kind=kind))
+        assert (result.messages[0].content, result.status) == (text, "running")
+
+
+async def test_call_that_the_server_finds_invalid_is_answered_and_other_errors_fail_the_session(odd):
+    async with EnvClient.local(odd) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("files_read", kind="invalid"))
+        assert (result.messages[0].content, result.status) == ("kind must be a noun", "running")
+        result = await session.step(ToolCall.of("files_read", kind="broken"))
+        assert result.status == "failed_environment"
+
+
+def test_server_with_no_usable_tool_is_refused_with_the_reasons():
+    with pytest.raises(TargetError, match="no tool can be served: 'lost': its schema has no"):
+        mcp_task(f"{ODD} lost", last_answer)
+
+
+async def test_command_gets_environment_variables_and_a_url_headers(monkeypatch, serving):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("SECRET_OF_TEST", "a=b")
+    variables = "env=TOKEN=${SECRET_OF_TEST}&env=LEVEL=3"
+    task = load_target(f"mcp:{ODD}#reward=calculator:reward&{variables}")
+    async with EnvClient.local(task) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("files_read", kind="variables"))
+        assert result.messages[0].content == "a=b 3"
+    server = await serving(Guess, token="s3cret")
+    url, header = f"{server.url}/mcp/guess", "header=Authorization: Bearer ${SECRET_OF_TEST}"
+    with pytest.raises(TargetError, match="401"):
+        await asyncio.to_thread(load_target, f"mcp:{url}#reward=calculator:reward&{header}")
+    monkeypatch.setenv("SECRET_OF_TEST", "s3cret")
+    task = await asyncio.to_thread(load_target, f"mcp:{url}#reward=calculator:reward&{header}")
+    assert "s3cret" not in repr(task.endpoint)
+    async with EnvClient.local(task) as client, await client.open() as session:
+        assert (await session.step(ToolCall.of("guess", n=0))).messages[0].content

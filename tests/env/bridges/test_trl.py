@@ -1,15 +1,19 @@
 """Tasks as environment classes of TRL."""
 
 import inspect
+import json
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from agentrl_env import Environment, tool
+from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
 from agentrl_env.bridges.trl import trl_environment
 from agentrl_env.errors import DefinitionError, EnvironmentFailed, InvalidRequest, SessionEnded
 from tests.env.tasks import Guess, Quick
 
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 ROOT = Path(__file__).parents[3]
 
 
@@ -105,6 +109,51 @@ def test_schemas_for_the_model_are_those_of_the_task():
     assert schema["description"] == "Guess the number."
     assert schema["parameters"]["required"] == ["n"]
     assert schema["parameters"]["properties"]["n"]["type"] == "integer"
+
+
+def foreign(schema):
+    """Return the annotations of a method that is a foreign tool."""
+
+    async def play(environment, name, arguments):
+        return json.dumps(arguments)
+
+    methods = tools_of("server", [ForeignTool(name="look", description="Look.", schema=schema)], play)
+    reset = {"__doc__": "Look.", "reset": lambda self, sample, rng: ""}
+    slot = type("Bridged", (Environment,), {**reset, **methods}).trl()()
+    slot.reset(index=0)
+    return slot, {name: part.annotation for name, part in inspect.signature(slot.look).parameters.items()}
+
+
+TREE = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"properties": {"start": {"type": "integer"}, "end": {"$ref": "#/properties/start"}}}, {"end": int}),
+        ({"properties": {"a": {"$ref": "#/$defs/x/size"}}, "$defs": {"x": {"size": {"const": 2}}}}, {"a": 2}),
+        ({"properties": {"tree": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": TREE}}, {"tree": list[Any]}),
+        ({"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": {"type": "string"}}}}}, {"a": str}),
+        (
+            {"properties": {"a": True, "b": {"$ref": "#/x~1y"}}, "x/y": {"type": "boolean"}},
+            {"a": Any, "b": bool},
+        ),
+        (
+            {"$schema": DRAFT_7, "properties": {"at": {"type": "array", "items": [{"type": "number"}]}}},
+            {"at": list},
+        ),
+    ],
+)
+def test_foreign_tools_are_methods_with_the_types_of_their_schemas(schema, types):
+    _, found = foreign(schema)
+    shown = {name: get_args(part)[0] if get_origin(part) is Literal else part for name, part in found.items()}
+    assert types.items() <= shown.items()
+
+
+def test_calls_of_foreign_tools_reach_their_server():
+    slot, _ = foreign({"properties": {"start": {"type": "integer"}, "end": {"$ref": "#/properties/start"}}})
+    assert slot.look(end=3) == '{"end": 3}'
+    assert "'x' is not of type 'integer'" in slot.look(end="x")
 
 
 @pytest.mark.bridges

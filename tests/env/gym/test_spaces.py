@@ -178,3 +178,26 @@ def test_pickled_space_is_equal_and_samples_identically(space):
 def test_masks_are_rejected():
     with pytest.raises(ValueError, match="mask"):
         Conversation().sample(mask=1)
+
+
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "array", "items": [{"type": "null"}, {"const": 2}]},
+        {"items": [{"type": "null"}], "additionalItems": False},
+        {"type": "string", "pattern": r"^\p{L}+$"},
+        {"type": "array", "prefixItems": [True], "items": False},
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    ],
+)
+def test_drawn_values_fit_foreign_schemas(part):
+    dialect = {"$schema": DRAFT_7} if "additionalItems" in part else {}
+    schema = {**dialect, "type": "object", "properties": {"at": part}, "required": ["at"]}
+    space = ToolCallSpace(
+        [ToolSpec(function=FunctionSpec(name="go", description="", parameters=schema))], seed=0
+    )
+    assert all(space.contains(space.sample()) for _ in range(20))
+    assert not space.contains({"name": "go", "arguments": {}})

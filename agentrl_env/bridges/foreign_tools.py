@@ -1,0 +1,92 @@
+"""Tools of another server as tools of an Environment, with the JSON Schemas of that server."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from agentrl_env.errors import TargetError
+from agentrl_env.json_schema import SchemaArguments, SchemaProblem
+from agentrl_env.tools import foreign_tool
+
+logger = logging.getLogger("agentrl_env")
+MAX_NAME = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTool:
+    """A tool as a server describes it.
+
+    Args:
+        name: name at the server, of any characters.
+        description: what the model reads of it.
+        schema: JSON Schema of its arguments. Servers send anything here.
+    """
+
+    name: str
+    description: str
+    schema: Any
+
+
+def tools_of(
+    server: str, listed: Iterable[ForeignTool], play: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return the tools of a server as methods of an Environment, attribute -> method.
+
+    A tool that cannot be served is omitted, with a warning that has the reason. Characters that models do
+    not accept in a name become ``_``.
+
+    Args:
+        server: its name in warnings.
+        listed: its tools.
+        play: ``await play(environment, name, arguments)`` answers a call.
+
+    Raises TargetError if no tool can be served.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    reasons = []
+    shown: set[str] = set()
+    for tool in listed:
+        attribute = f"_tool_{tool.name}"
+        try:
+            if attribute in methods:
+                raise SchemaProblem("another tool has the same name")
+            name = _free_name(tool.name, shown)
+            arguments = SchemaArguments(tool.schema, tool.description)
+        except SchemaProblem as error:
+            reasons.append(f"{tool.name!r}: {error}")
+            continue
+        shown.add(name)
+        methods[attribute] = foreign_tool(name, arguments, partial(_play, play, tool.name))
+        for pattern in arguments.compiled.unchecked:
+            logger.warning(
+                "%s: the pattern %s of tool %r cannot be checked here; only the server checks it",
+                server,
+                pattern,
+                tool.name,
+            )
+    for reason in reasons:
+        logger.warning("%s: omitted tool %s", server, reason)
+    if reasons and not methods:
+        raise TargetError(f"{server}: no tool can be served: {'; '.join(reasons[:3])}")
+    return methods
+
+
+async def _play(play: Callable[..., Any], name: str, environment: Any, arguments: dict[str, Any]) -> Any:
+    return await play(environment, name, arguments)
+
+
+def _free_name(name: str, shown: set[str]) -> str:
+    """Return a name that models accept and no other tool has. Raises SchemaProblem."""
+    cleaned = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:MAX_NAME]
+    if not cleaned:
+        raise SchemaProblem("it has no name")
+    found, number = cleaned, 1
+    while found in shown:
+        number += 1
+        found = f"{cleaned[: MAX_NAME - len(str(number)) - 1]}_{number}"
+    return found
