@@ -128,6 +128,13 @@ async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "set model.template_kwargs of the run"),
+        ({"stop_token_ids": [3]}, "set model.stop of the run"),
+        ({"guided_json": {"type": "object"}}, "'guided_json' is not a parameter of this API"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"min_tokens": 8}, "min_tokens = 8"),
+        ({"ignore_eos": True}, "ignore_eos = True"),
+        ({"max_token": 8}, "'max_token'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
     ],
 )
@@ -152,6 +159,8 @@ async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: 
         {"tools": [{"type": "function", "function": {"name": "down", "description": None}}]},
         {"tools": [{"type": "function", "function": {"name": "down", "parameters": None, "strict": None}}]},
         {"tools": [TOOL], "tool_choice": {"type": "auto"}},
+        {"chat_template_kwargs": {}, "stop_token_ids": [], "min_tokens": 0, "guided_json": None},
+        {"metadata": {"run": "1"}, "service_tier": "auto", "parallel_tool_calls": False, "priority": 1},
     ],
 )
 async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> None:
@@ -346,6 +355,9 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
         ({"input": "go", "tools": [TOOL]}, "tools.0.name"),
         ({"input": "go", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"input": "go", "max_tokens": 5}, "'max_tokens'"),
+        ({"input": "go", "truncation": "auto"}, "truncation"),
+        ({"input": "go", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
 async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: dict, word: str) -> None:
@@ -358,6 +370,6 @@ async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: di
 
 async def test_nulls_and_the_verbosity_of_a_response_change_nothing() -> None:
     async with opened() as (client, *_):
-        body = {"input": "go", "tools": None, "stream": None, "text": {"verbosity": "low"}}
+        body = {"input": "go", "tools": None, "stream": None, "text": {"verbosity": "low"}, "include": []}
         answer = await client.post("/responses", json=body)
         assert (answer.status_code, answer.json()["tools"]) == (200, [])
