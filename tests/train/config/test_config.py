@@ -326,7 +326,7 @@ def test_similar_parameter_is_suggested(config_file: Path):
 def test_preset_function_gets_a_parameter_or_is_replaced(config_file: Path):
     preset = "algorithm.preset=grpo"
     region = load_config(config_file, [preset, "algorithm.region.high=0.4"]).algorithm.region
-    assert region.parameters == {"low": 0.2, "high": 0.4, "dual": 0.0}
+    assert region.parameters == {"low": 0.2, "high": 0.4, "dual": 3.0}
     region = load_config(
         config_file, [preset, "algorithm.region={name = 'cap', high = 4.0}"]
     ).algorithm.region
