@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
-from agentrl_train.actor import Sampler
+from agentrl_train.actor import NO_TOKENS, Sampler
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
@@ -211,12 +211,16 @@ class Session:
                 completion = await self._sampler.complete(
                     call.context, max_new_tokens=limit, segment=call.conversation.number
                 )
+                if not completion.token_ids:
+                    raise EngineError(NO_TOKENS)
             except EngineError as error:
                 self.failure = error
                 raise EngineUnavailable(str(error)) from error
             self.failure = None
             self.recorder.finish(call, completion, stop=stop)
             self.context_full = call.cut and len(call.tokens) >= most
+            if self.context_full:
+                call.invalid_calls = 0  # the policy did not write the end
         except BaseException:
             self.recorder.fail(call)
             self._answers.pop(call, None)

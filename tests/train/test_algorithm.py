@@ -224,6 +224,10 @@ def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path
     ("overrides", "reason"),
     [
         (["rollout.group_size=1"], "compares siblings"),
+        (
+            ["algorithm.preset=a3po", "rollout.stale={fraction = 0.25, model = 'org/other'}"],
+            "which tokens of rollout.stale.model do not have",
+        ),
         (["rollout.group_size=1", "algorithm.baseline=none"], "needs the spread of siblings"),
         (["rollout.group_size=1", "algorithm.keep_groups=0.5"], "by the spread of their rewards"),
         (["algorithm.credit=gae"], "is none of trajectory, turn, state, gae_token"),

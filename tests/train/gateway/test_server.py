@@ -300,6 +300,28 @@ async def test_failure_of_the_engine_is_an_error_of_the_server_and_can_be_repeat
         assert len(session.recorder.rollout()[0]) == 1
 
 
+async def test_completion_without_tokens_is_an_error_of_the_engine() -> None:
+    class Empty(ScriptedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            return Completion(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
+
+    async with opened(Empty(CHAT, always(HI))) as (client, session, _):
+        failed = await client.post("/chat/completions", json={"messages": [HELLO]})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
+        assert session.recorder.rollout()[0] == []
+
+
+@pytest.mark.parametrize(("limit", "invalid"), [(None, 0), (40, 1)])
+async def test_call_that_the_full_context_cuts_is_not_an_invalid_one(limit: int | None, invalid: int) -> None:
+    """A call that the limit of its request cuts is the policy's."""
+    said = Message.assistant(None, ToolCall.of("up" * 40, note="x" * 900))
+    engine = ScriptedEngine(CHAT, always(said))
+    async with opened(engine, max_context=450) as (client, session, _):
+        await chat(client, HELLO, tools=[TOOL], max_tokens=limit)
+        (turn,) = session.recorder.rollout()[0]
+    assert (turn.completion.finish_reason, turn.invalid_calls) == ("length", invalid)
+
+
 async def test_posted_rewards_are_those_of_the_turns() -> None:
     async with opened() as (client, session, _):
         early = await client.post("/reward", json={"reward": 1.0})
