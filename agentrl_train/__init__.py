@@ -7,8 +7,19 @@ Steps 1 to 3 are in ``agentrl_env``.
 The names in ``__all__`` are imported on first use, so that ``import agentrl_train`` loads no PyTorch.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+
+def _keep_idle_threads_quiet() -> None:
+    """Keep idle OpenMP threads from spinning while others need the core; PyTorch reads it once, on import."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+_keep_idle_threads_quiet()
 
 _MODULES = {
     "Actor": "agentrl_train.actor",

@@ -17,7 +17,7 @@ import typer
 from agentrl_env.errors import AgentRLError, install_extra
 from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
-from agentrl_train.training.trainer import Trainer, keep_idle_threads_quiet
+from agentrl_train.training.trainer import Trainer
 
 EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
 """Modules that the extra ``[train]`` installs."""
@@ -135,7 +135,6 @@ def gateway_command(
 ) -> None:
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
     config = gateway_config(model, overrides or [])
-    keep_idle_threads_quiet(config)
     from agentrl_train.cli.commands import record_rollouts
 
     options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}

@@ -71,6 +71,7 @@ MAX_REASON = 2_000
 """Characters of an environment's error message that are kept."""
 MAX_VALUE = 1e12
 """Largest magnitude of a reward or metric: its square still fits the float32 of the learner."""
+NO_TOKENS = "the engine returned a completion without a token; a stop token is one"
 _numbers = itertools.count()
 
 
@@ -403,6 +404,10 @@ class _Attempt:
                     segment=number,
                     alternatives=spare,
                 )
+                full = len(context) + len(completion.token_ids) >= self.sampling.max_context
+                if full and completion.finish_reason == "length" and (message.tool_calls or not number):
+                    self._turns.append(turn(reply=(), reward=0.0))  # cut text is not acted on
+                    break
                 if number and not (message.tool_calls and turns_left):
                     self._turns.append(turn(reply=(), reward=0.0))
                     return sub_agent.report(message)
@@ -518,6 +523,8 @@ class _Attempt:
             completion = await self._engine.generate(
                 context, sampling=sampling, session_key=key, policy=policy
             )
+            if not completion.token_ids:
+                raise EngineError(NO_TOKENS)
             facts["tokens"] = len(completion.token_ids)
             facts["versions"] = sorted(set(completion.versions))
         return completion

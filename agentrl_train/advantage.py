@@ -33,8 +33,9 @@ from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
 Values = NDArray[np.float64]
 Normalization = Literal["task", "batch", "none"]
 
-RESOLUTION = 1e-9
-"""Differences below this share of the values are treated as rounding."""
+RESOLUTION = 1e-5
+"""Differences below this share of a group's rewards, or of the mean of its task, are treated as rounding: a
+float32 resolves 6e-8 of a value, and a sum of many, or a score of a model, less."""
 
 TRUNCATED = (EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TRUNCATED_TIME, EpisodeEnd.TRUNCATED_LENGTH)
 EVERY_TURN, NO_TURN = slice(None), slice(0)
@@ -82,7 +83,7 @@ class Siblings:
     greedy: float | None = None
     """Return of the group's greedy episode, if one was played."""
     largest: float = 0.0
-    """Largest magnitude of the rewards that the returns sum: where these cancel, rounding is left of them."""
+    """Magnitude of the rewards that the returns sum: if these cancel, the difference is rounding."""
 
 
 Credit = Callable[[TrajectoryGroup, Shaped], Sequence[Comparison]]
@@ -284,8 +285,8 @@ def advantages(
     ]
     batch = np.concatenate([np.zeros(0), *returns])
     values: list[Sequence[Values]] = [
-        _compare(group, comparisons, baseline=baseline, scale=scale, batch=batch, largest=own.largest)
-        for group, own, comparisons in zip(groups, shaped, credited, strict=True)
+        _compare(group, comparisons, baseline=baseline, scale=scale, batch=batch, largest=largest)
+        for group, comparisons, largest in zip(groups, credited, _magnitudes(groups, shaped), strict=True)
     ]
     return normalize_and_mask(
         groups,
@@ -498,6 +499,17 @@ def units_of_turns(group: TrajectoryGroup, trained: Sequence[bool], aggregation:
                 tokens /= max(1, int(np.count_nonzero(by_segment)))
         found.append(tokens)
     return found
+
+
+def _magnitudes(groups: Sequence[TrajectoryGroup], shaped: Sequence[Shaped]) -> list[float]:
+    """Return the magnitude of the rewards of each group: its largest, or the mean of its task's groups."""
+    tasks: defaultdict[str, list[float]] = defaultdict(list)
+    for group, one in zip(groups, shaped, strict=True):
+        tasks[group.task].append(one.largest)
+    return [
+        max(one.largest, sum(tasks[group.task]) / len(tasks[group.task]))
+        for group, one in zip(groups, shaped, strict=True)
+    ]
 
 
 def _length(trajectory: Trajectory) -> int:

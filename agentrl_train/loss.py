@@ -103,16 +103,21 @@ def sequence_token_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
     return (common + log_ratios - log_ratios.detach()).exp()
 
 
-def geometric_ratio(log_ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> Tensor:
+def geometric_ratio(
+    log_ratios: Tensor, tokens: Tokens, *, low: float, high: float, dual: float = 3.0
+) -> Tensor:
     """Return the geometric mean, over a sequence, of token ratios clipped to [1 - low, 1 + high].
 
-    GMPO (arXiv 2507.20673): a ratio is clipped only where that lowers the objective.
+    GMPO (arXiv 2507.20673): a ratio is clipped only if that lowers the objective. With a negative advantage
+    it is at most ``dual``, as in ``clip``; 0 disables that bound.
     """
     bounded = log_ratios.clamp(math.log1p(-low), math.log1p(high))
     positive = tokens.advantages > 0
     pessimistic = torch.where(
         positive, torch.minimum(log_ratios, bounded), torch.maximum(log_ratios, bounded)
     )
+    if dual:
+        pessimistic = pessimistic.clamp(max=math.log(max(dual, 1.0 + high)))
     return _unit_mean(pessimistic, tokens, _sequences(tokens)).exp()
 
 
@@ -160,15 +165,20 @@ def soft(
     return -gates * tokens.advantages, torch.zeros_like(ratios, dtype=torch.bool)
 
 
-def divergence(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+def divergence(
+    ratios: Tensor, tokens: Tokens, *, low: float, high: float, cap: float = 20.0
+) -> tuple[Tensor, Tensor]:
     """Return ``-r A`` without the tokens whose probability has moved too far in the direction of A.
 
-    DPPO with the binary total variation (arXiv 2602.04879): a token is left out if ``p - q > high`` and
-    ``A > 0``, or ``q - p > low`` and ``A < 0``; p is its probability now and q = p / r under the anchor.
+    DPPO with the binary total variation (arXiv 2602.04879): a token is omitted if ``p - q > high`` and
+    ``A > 0``, or ``q - p > low`` and ``A < 0``. p is its probability now and q = p / r under the anchor. A
+    token that was rare keeps its gradient at any ratio, so its weight is at most ``cap``; 0 disables it.
     """
-    moved = (tokens.logprobs.exp() * (1.0 - 1.0 / ratios)).detach()
+    plain = ratios.detach()
+    moved = tokens.logprobs.detach().exp() * (1.0 - 1.0 / plain)
     outside = ((tokens.advantages > 0) & (moved > high)) | ((tokens.advantages < 0) & (-moved > low))
-    return torch.where(outside, 0.0, -ratios * tokens.advantages), outside
+    excess = (plain / cap).clamp(min=1.0) if cap else torch.ones_like(plain)
+    return torch.where(outside, 0.0, -ratios / excess * tokens.advantages), outside | (excess > 1.0)
 
 
 def band(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -326,6 +326,11 @@ def algorithm_problems(config: RunConfig) -> list[str]:
             "others (rollout.max_staleness, rollout.stale.fraction, engine.top_p, top_k, min_p): set "
             "algorithm.correction = 'truncate', or algorithm.anchor = 'behaviour'"
         )
+    if algorithm.anchor.name == "interpolated" and rollout.stale.model is not None:
+        found.append(
+            "algorithm.anchor = 'interpolated' goes by the age of a token in policy versions, which tokens "
+            "of rollout.stale.model do not have: set algorithm.anchor = 'old', or leave out the model"
+        )
     if engine.truncates and not (algorithm.anchor.name == "old" and algorithm.corrects):
         found.append(
             "engine.top_p, top_k and min_p sample from another distribution than the trained one: set "

@@ -22,6 +22,8 @@ class GeometricRatio(Function):
     """Ratios are clipped at 1 - low and 1 + high."""
     high: Positive = 0.28
     """See low."""
+    dual: NonNegative = 3.0
+    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
 
 
 Ratio = Annotated[PlainRatio | GeometricRatio | Own, Choice("token")]
@@ -79,6 +81,8 @@ class Divergence(Function):
     """Largest fall of a token's probability if its advantage is negative."""
     high: Share = 0.2
     """Largest rise of a token's probability if its advantage is positive."""
+    cap: NonNegative = 20.0
+    """Upper bound of the weight of a token, without losing its gradient; 0 is off."""
 
 
 Region = Annotated[Unbounded | Clip | Bounds | Soft | Divergence | Own, Choice("clip")]

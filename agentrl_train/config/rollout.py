@@ -75,7 +75,8 @@ class Stale(Table):
     fraction: Fraction = 0.0
     """Probability that a turn is sampled by the stale policy; 0 is off."""
     interval: Count = 10
-    """Steps between two refreshes of the stale policy."""
+    """Steps between two refreshes of the stale policy. Its weights are not in checkpoints: a run that is
+    resumed refreshes it with those of the checkpoint."""
     model: ModelPath | None = None
     """A Hugging Face model folder, or a name on the hub, with weights that the stale policy keeps in place of
     older weights of the policy. It has the architecture and the tokenizer of ``model.path``."""

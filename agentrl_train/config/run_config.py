@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
+from pydantic import model_validator
 
 from agentrl_train.config.algorithm import AlgorithmSection, algorithm_problems
 from agentrl_train.config.credit import CriticCredit
@@ -52,6 +53,17 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_thread(cls, table: Any) -> Any:
+        """Set one thread for a deterministic run that leaves their number out."""
+        if not isinstance(table, dict):
+            return table
+        run, engine = table.get("run"), table.get("engine")
+        if not (isinstance(run, dict) and isinstance(engine, dict) and engine.get("deterministic") is True):
+            return table
+        return {**table, "run": {"threads": 1, **run}}
 
     @property
     def run_folder(self) -> Path:
@@ -183,6 +195,11 @@ class RunConfig(Section):
             found.append(
                 "engine.deterministic needs a synchronous run: set rollout.max_staleness to 0, not "
                 f"{rollout.max_staleness}"
+            )
+        if self.engine.deterministic and self.run.threads != 1:
+            found.append(
+                "engine.deterministic needs one thread, because sums of several threads depend on how they "
+                f"share the cores: set run.threads to 1, not {self.run.threads}"
             )
         if self.engine.deterministic and rollout.stale.fraction > 0 and rollout.stale.model is None:
             found.append(

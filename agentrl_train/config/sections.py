@@ -122,7 +122,8 @@ class EngineSection(Section):
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Sample from the tokens at least this share as probable as the most probable one; 0 is all."""
     deterministic: bool = False
-    """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume; slower."""
+    """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume. The run
+    uses one CPU thread, which makes it slower."""
     vllm: VllmSection = VllmSection()
 
     @property

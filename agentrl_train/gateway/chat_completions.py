@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -19,6 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", {"type": "auto"}),
@@ -26,8 +28,39 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "modalities": (["text"],),
     "prediction": (),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
 }
-"""Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
+"""Parameters that would change the answer, and that no engine has: the values that change nothing."""
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "request_id",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Parameters that are not read: labels, hints to hosted models, and the seed, which the run draws."""
+SETTINGS = {"chat_template_kwargs": "model.template_kwargs", "stop_token_ids": "model.stop"}
+"""Settings of the run that have the effect of a parameter."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -100,7 +133,7 @@ class _StreamOptions(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    """The body of a request. Parameters that change nothing about the answer are not read."""
+    """The body of a request, as far as it is read."""
 
     model: str = "policy"
     messages: list[_ChatMessage] = Field(min_length=1)
@@ -130,15 +163,36 @@ class ChatRequest(SamplingFields):
         return tuple(text for text in texts if text)
 
 
-def refuse_unsupported(body: dict[str, Any], *, unsupported: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ``InvalidRequest`` for a parameter whose value would have an effect that no engine gives."""
-    for name, harmless in unsupported.items():
-        value = body.get(name)
-        if value is not None and value not in harmless:
-            if name == "tool_choice" and (value == "none" and not body.get("tools")):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The fields that the body of a request can have."""
+
+    read: Collection[str]
+    unread: Collection[str]
+    """Fields that change nothing about the answer."""
+    unsupported: Mapping[str, tuple[Any, ...]]
+    """Fields that would change the answer in a way that no engine has: the values that change nothing."""
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise ``InvalidRequest`` for a field that would not have its effect; null is a field left out."""
+        for name, value in body.items():
+            if value is None or name in self.read or name in self.unread:
                 continue
-            words = f"leave it out, or use {harmless[0]!r}" if harmless and harmless[0] else "leave it out"
-            raise InvalidRequest(f"{name} = {value!r} is not supported: {words}", param=name)
+            if name not in self.unsupported:
+                raise InvalidRequest(
+                    f"{name!r:.100} is not a parameter of this API and could change the answer: leave it out",
+                    param=name[:100],
+                )
+            harmless = self.unsupported[name]
+            without_tools = name == "tool_choice" and value == "none" and not body.get("tools")
+            if value not in harmless and not without_tools:
+                words = [f"use {harmless[0]!r}"] if harmless and harmless[0] else []
+                words += [f"set {SETTINGS[name]} of the run"] if name in SETTINGS else []
+                advice = ", or ".join(["leave it out", *words])
+                raise InvalidRequest(f"{name} = {value!r:.200} is not supported: {advice}", param=name)
+
+
+FIELDS = Fields(read=ChatRequest.model_fields, unread=HARMLESS, unsupported=UNSUPPORTED)
 
 
 def validated(model: type[_Model], value: Any, *, within: str = "") -> _Model:

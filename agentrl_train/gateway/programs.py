@@ -1,7 +1,9 @@
 """Agent programs: commands or functions that play episodes through the gateway.
 
-A program gets a ``base_url`` and a sample, calls the model as it likes, and gives a reward. A crash, a hang
-and a missing reward are failures of the episode, which has no reward then.
+A program gets a ``base_url`` and a sample, calls the model as it likes, and gives a reward. A crash and a
+missing reward are failures of the episode, which has no reward then. The time limit and a full context are
+truncations, as in the episodes that the run plays itself: the episode keeps its turns and the reward posted
+so far. It is never replayed, because replays would favour short episodes.
 """
 
 from __future__ import annotations
@@ -95,34 +97,47 @@ class AgentProgram:
         ), cause
 
     async def _play(self, session: Session, sample: TaskSample, *, limit_s: float) -> EpisodeEnd:
-        base_url = self._gateway.base_url(session)
-        end = EpisodeEnd.TERMINATED
+        """Run the program until it ends or its time is over; return how the episode ended."""
+        running = asyncio.create_task(self._run_once(session, sample))
         try:
-            async with asyncio.timeout(limit_s):
-                if callable(self._run):
-                    given = await _call(self._run, base_url, sample)
-                else:
-                    given = await self._command(self._run, base_url, session.key, sample)
-        except TimeoutError:
-            if not session.rewarded:
-                raise ProgramFailed(
-                    f"the program gave no reward within {limit_s:g} s: end it earlier, or raise "
-                    "rollout.episode_timeout_s"
-                ) from None
-            given, end = None, EpisodeEnd.TRUNCATED_TIME
+            await asyncio.wait((running,), timeout=limit_s)
+            if late := not running.done():
+                await session.finish()  # the turn in progress ends, however long it is
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+        given = None
+        if late:
+            running.cancelled() or running.exception()  # a program that ends now has missed its time
+            if session.failure is not None:
+                raise ProgramFailed(f"the engine gave no answer within {limit_s:g} s")
+        else:
+            try:
+                given = running.result()
+            except ProgramFailed:
+                if not session.context_full:
+                    raise
         if not session.recorder.rollout()[0]:
-            raise ProgramFailed(
-                "the program ended without an answer of the model: let its client use the base_url that "
-                "it gets"
-            )
+            raise ProgramFailed(_reason_without_answer(session, limit_s=limit_s if late else None))
         if given is not None:
-            session.reward(given)
+            session.reward(_reward(given))
+        if late:
+            return EpisodeEnd.TRUNCATED_TIME
+        if session.context_full:
+            return EpisodeEnd.TRUNCATED_LENGTH
         if not session.rewarded:
             raise ProgramFailed(
                 "the program ended without a reward: return it, print it in the last line, or post it to "
-                "base_url/reward" + ("; a conversation had become too long" if session.context_full else "")
+                "base_url/reward"
             )
-        return EpisodeEnd.TRUNCATED_LENGTH if session.context_full else end
+        return EpisodeEnd.TERMINATED
+
+    async def _run_once(self, session: Session, sample: TaskSample) -> Any:
+        """Return what the program gives as its reward, None if it gives nothing."""
+        base_url = self._gateway.base_url(session)
+        if callable(self._run):
+            return await _call(self._run, base_url, sample)
+        return await self._command(self._run, base_url, session.key, sample)
 
     def _sample(self, episode: Episode) -> TaskSample:
         data: Mapping[str, Any]
@@ -139,9 +154,7 @@ class AgentProgram:
             data=dict(data),
         )
 
-    async def _command(
-        self, command: Sequence[str], base_url: str, key: str, sample: TaskSample
-    ) -> Reward | None:
+    async def _command(self, command: Sequence[str], base_url: str, key: str, sample: TaskSample) -> Any:
         """Run a command; return the reward in the last line of its output, if there is one."""
         with tempfile.TemporaryDirectory() as folder:
             sample_file, output, errors = (Path(folder, name) for name in ("sample.json", "out", "err"))
@@ -214,14 +227,13 @@ def trajectory(
     )
 
 
-async def _call(function: Function, base_url: str, sample: TaskSample) -> Reward | None:
+async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
     """Call a function; a blocking one runs on a thread. Raises ``ProgramFailed`` where it raises."""
     try:
         if inspect.iscoroutinefunction(function):
-            given = await function(base_url, sample)
-        else:
-            given = await asyncio.to_thread(function, base_url, sample)
-            given = await given if inspect.isawaitable(given) else given  # of an object that can be called
+            return await function(base_url, sample)
+        given = await asyncio.to_thread(function, base_url, sample)
+        return await given if inspect.isawaitable(given) else given  # of an object that can be called
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -230,23 +242,35 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Reward
         raise ProgramFailed(
             f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
         ) from error
-    return None if given is None else _reward(given, "returned")
 
 
-def _reward(value: Any, how: str) -> Reward:
+def _reason_without_answer(session: Session, *, limit_s: float | None) -> str:
+    """Return why an episode has no turn; ``limit_s`` is the time limit if that ended the program."""
+    if session.context_full:
+        return "the program got no answer of the model: its messages do not fit engine.max_context"
+    if limit_s is not None:
+        return (
+            f"the program got no answer of the model within {limit_s:g} s: call the model earlier, or raise "
+            "rollout.episode_timeout_s"
+        )
+    return "the program ended without an answer of the model: let its client use the base_url that it gets"
+
+
+def _reward(value: Any) -> Reward:
     """Return a value as a reward: a number, or a mapping with ``reward`` and ``metrics``."""
     try:
         return Reward.model_validate(value if isinstance(value, Mapping) else {"reward": value})
     except ValidationError as error:
-        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ProgramFailed(
-            f"the program {how} {value!r:.200}, which is no reward ({reason}): give a number, or "
-            "an object with 'reward' and 'metrics'"
+            f"the program gave {value!r:.200}, which is no reward ({reason}): give a finite number, or an "
+            "object with 'reward' and, if you like, 'metrics'"
         ) from error
 
 
-def _printed(output: Path) -> Reward | None:
-    """Return the reward in the last line of a program's output; None if it is no number and no object."""
+def _printed(output: Path) -> Any:
+    """Return the reward in the last line of a program's output; None if the line is something else."""
     last = _last_lines(output, count=1)
     try:
         value = json.loads(last)
@@ -254,7 +278,7 @@ def _printed(output: Path) -> Reward | None:
         return None
     if isinstance(value, dict) and "reward" not in value:
         return None
-    return _reward(value, "printed") if isinstance(value, int | float | dict) else None
+    return value if isinstance(value, int | float | dict) else None
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

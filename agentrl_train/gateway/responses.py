@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
+from agentrl_train.gateway import chat_completions
 from agentrl_train.gateway.chat_completions import Function, SamplingFields, text_of, validated
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.gateway.recorder import Call
@@ -18,8 +19,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
+    "truncation": ("disabled",),
 }
-"""Parameters that would change what is sampled, or that no engine has: the values that change nothing."""
+"""Parameters that would change the answer, and that no engine has: the values that change nothing."""
+HARMLESS = chat_completions.HARMLESS | {"include", "max_tool_calls", "reasoning", "stream_options"}
+"""Parameters that are not read."""
 
 
 class _Format(BaseModel):
@@ -31,7 +35,7 @@ class _Text(BaseModel):
 
 
 class ResponseRequest(SamplingFields):
-    """The body of a request. Parameters that change nothing about the answer are not read."""
+    """The body of a request, as far as it is read."""
 
     model: str = "policy"
     input: str | list[dict[str, Any]]
@@ -52,6 +56,9 @@ class ResponseRequest(SamplingFields):
         head = [Message(role="system", content=self.instructions)] if self.instructions else []
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         return [*head, *earlier, *_messages(items)]
+
+
+FIELDS = chat_completions.Fields(read=ResponseRequest.model_fields, unread=HARMLESS, unsupported=UNSUPPORTED)
 
 
 class _CallItem(BaseModel):

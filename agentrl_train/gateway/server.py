@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from secrets import token_urlsafe
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import uvicorn
 from pydantic import BaseModel, Field
@@ -28,11 +28,11 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
-from agentrl_train.actor import Sampler
+from agentrl_train.actor import NO_TOKENS, Sampler
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
-from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
+from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields
 from agentrl_train.gateway.errors import (
     ContextTooLong,
     EngineUnavailable,
@@ -63,13 +63,14 @@ _BEARER = re.compile(r"^bearer ", re.IGNORECASE)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
-class Reward(BaseModel):
-    """A reward, as a program posts, prints or returns it."""
+class Reward(BaseModel, extra="forbid"):
+    """A reward, as a program posts, prints or returns it. A misspelt field is an error."""
 
-    reward: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    reward: _Number
+    metrics: dict[str, _Number] = Field(default_factory=dict)
 
 
 class Session:
@@ -92,7 +93,7 @@ class Session:
         self.failure: EngineError | None = None
         """The last error of the engine, None once it has answered again."""
         self.context_full = False
-        """Whether the last call was refused because the conversation had become too long."""
+        """Whether the context ended the last conversation: its answer was cut, or its call refused."""
         self.last_used = time.monotonic()
         self.closed = False
         self._sampler = sampler
@@ -123,6 +124,7 @@ class Session:
         if body in self._bodies:
             await asyncio.sleep(NOTICE_S)
         agent = request.headers.get(AGENT_HEADER)
+        self._raise_if_closed()
         try:
             call, _ = self.recorder.begin(messages, tools, options=options, retried=retried, agent=agent)
         except Exception as error:  # templates raise anything
@@ -181,6 +183,11 @@ class Session:
         """Keep the conversation up to a response."""
         self._conversations[response_id] = messages
 
+    async def finish(self) -> None:
+        """Refuse further calls, and return once those in progress are answered."""
+        self.closed = True
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
     async def close(self) -> None:
         """Answer no more calls; idempotent."""
         self.closed = True
@@ -207,11 +214,16 @@ class Session:
                 completion = await self._sampler.complete(
                     call.context, max_new_tokens=limit, segment=call.conversation.number
                 )
+                if not completion.token_ids:
+                    raise EngineError(NO_TOKENS)
             except EngineError as error:
                 self.failure = error
                 raise EngineUnavailable(str(error)) from error
-            self.failure, self.context_full = None, False
+            self.failure = None
             self.recorder.finish(call, completion, stop=stop)
+            self.context_full = call.cut and len(call.tokens) >= most
+            if self.context_full:
+                call.invalid_calls = 0  # the policy did not write the end
         except BaseException:
             self.recorder.fail(call)
             self._answers.pop(call, None)
@@ -365,7 +377,7 @@ class Gateway:
         return self.sessions[key]
 
     async def _chat_completions(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ChatRequest, unsupported=chat_completions.UNSUPPORTED)
+        asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS)
         session.check_sampling(asked)
         messages = [message.message() for message in asked.messages]
         call = await session.answer(
@@ -378,7 +390,7 @@ class Gateway:
         return _stream([*lines, "data: [DONE]\n\n"])
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ResponseRequest, unsupported=responses.UNSUPPORTED)
+        asked = await _parsed(request, ResponseRequest, fields=responses.FIELDS)
         session.check_sampling(asked)
         previous = asked.previous_response_id
         earlier = session.earlier(previous) if previous else []
@@ -409,16 +421,15 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
 
-async def _parsed(
-    request: Request, model: type[_Body], *, unsupported: dict[str, tuple[Any, ...]] | None = None
-) -> _Body:
+async def _parsed(request: Request, model: type[_Body], *, fields: Fields | None = None) -> _Body:
     try:
         body = _read(await request.body())
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body is not a JSON object")
-    chat_completions.refuse_unsupported(body, unsupported=unsupported or {})
+    if fields is not None:
+        fields.check(body)
     try:
         return chat_completions.validated(model, body)
     except RecursionError as error:

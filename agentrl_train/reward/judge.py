@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from agentrl_env.evaluation.chat_model import ChatModel
+from agentrl_env.evaluation.chat_model import ChatModel, ModelFailed
 from agentrl_env.types import Message
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.storage.atomic_io import write_file
 
-SCORE = r"(?i)score\W{0,8}?(-?\d+(?:\.\d+)?)"
-"""Default pattern of a score in an answer, such as "Score: 7" or "**Score**: 7.5"."""
+_NUMBER = r"[-\u2212]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:e[-+]?\d+)?"
+_WHOLE = r"\s*(?:%|(?:/|out\s+of)\s*\d+(?:[.,]\d+)?)"
+_NO_RANGE = r"(?!\d|[.,/]\d|[-\u2013]\d|\s+to\s+\d)"
+SCORE = rf"(?i)score(?:\s*\([^()]*\))?\W{{0,8}}?({_NUMBER}(?:{_WHOLE})?){_NO_RANGE}"
+"""Default pattern of a score in an answer, such as "Score: 7", "**Score**: 7.5" or "score (0-10): 7/10"."""
+_VALUE = re.compile(rf"(?i)\s*({_NUMBER})(?:\s*(?:(%)|(?:/|out\s+of)\s*({_NUMBER})))?\s*")
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)([^{}]*)\}")
 QUOTED = 200
 """Characters of an answer that an error message quotes."""
 _open: WeakSet[Judge] = WeakSet()
@@ -36,17 +41,20 @@ class Judge:
     Args:
         url: base URL of the endpoint, such as ``http://127.0.0.1:8000/v1``.
         model: name of the model.
-        prompt: the message to the model, with fields in braces, as for ``str.format``. It must ask for a
-            score from ``low`` to ``high`` in the form of ``pattern``.
+        prompt: the message to the model, with fields in braces, as for ``str.format``; other braces, such as
+            those of a JSON example, stay as they are. It must ask for a score from ``low`` to ``high`` in the
+            form of ``pattern``.
         low: score that becomes 0.
         high: score that becomes 1.
-        pattern: regular expression whose group is the score; its last match in the answer counts.
+        pattern: regular expression with the score as its group; its last match in the answer counts. The
+            score can have a decimal comma, and be a share, such as "7/10", "7 out of 10" or "70 %".
         cache: folder of the answers, by content; None keeps none.
         key_env: environment variable with the API key; None sends none.
         concurrency: most requests at a time.
         attempts: answers that are asked for, where one has no score.
         timeout: seconds for one answer.
-        body: further fields of each request, such as ``{"max_tokens": 256}``; the default temperature is 0.
+        body: further fields of each request, such as ``{"max_tokens": 256}``. The default temperature is 0,
+            or the endpoint's if it refuses that; ``{"temperature": None}`` never sends one.
     """
 
     def __init__(
@@ -74,22 +82,25 @@ class Judge:
         self._key_env = key_env
         self._attempts = attempts
         fields = {"temperature": 0.0, **(body or {})}
-        temperature = fields.pop("temperature")
-        self._options: dict[str, Any] = {"temperature": temperature, "timeout": timeout, "body": fields}
+        self._temperature = fields.pop("temperature")
+        self._fixed = "temperature" in (body or {})
+        self._refused = False
+        """Whether the endpoint has refused the default temperature."""
+        self._options: dict[str, Any] = {"timeout": timeout, "body": fields}
         self._concurrency = asyncio.Semaphore(concurrency)
         self._asking: dict[str, asyncio.Task[float]] = {}
-        self._chat: ChatModel | None = None
+        self._chats: dict[float | None, ChatModel] = {}
 
     async def __call__(self, **fields: object) -> float:
         """Return the score of the prompt with these fields, scaled to [0, 1].
 
         Raises:
             ModelFailed: the endpoint did not answer.
-            RewardUnavailable: no answer had a score.
+            RewardUnavailable: no answer had a score, or a field of the prompt was not given.
         """
-        text = self._prompt.format(**fields)
+        text = filled(self._prompt, fields)
         request = {"model": self._model, "text": text, **self._options["body"]}
-        request["temperature"] = self._options["temperature"]
+        request["temperature"] = self._temperature
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         if (score := self._cached(digest)) is not None:
             return score
@@ -121,21 +132,30 @@ class Judge:
         key = os.environ.get(self._key_env) if self._key_env else None
         if self._key_env and not key:
             raise RewardUnavailable(f"the judge's key is missing: set the variable {self._key_env}")
-        if self._chat is None:
-            self._chat = ChatModel(self._url, self._model, key=key, **self._options)
+        temperature = None if self._refused else self._temperature
+        if temperature not in self._chats:
+            self._chats[temperature] = ChatModel(
+                self._url, self._model, key=key, temperature=temperature, **self._options
+            )
             _open.add(self)
-        return (await self._chat.complete([Message(role="user", content=text)])).message
+        try:
+            return (await self._chats[temperature].complete([Message(role="user", content=text)])).message
+        except ModelFailed as error:
+            if self._fixed or temperature is None or "temperature" not in str(error).lower():
+                raise
+        self._refused = True  # reasoning models take no temperature
+        return await self._complete(text)
 
     async def close(self) -> None:
         """Close the connections; idempotent. A later call opens new ones."""
-        chat, self._chat = self._chat, None
-        if chat is not None:
+        chats, self._chats = self._chats, {}
+        for chat in chats.values():
             await chat.__aexit__()
 
     def _score(self, answer: str) -> float | None:
         low, high = self._range
-        found = self._pattern.findall(answer)
-        value = float(found[-1]) if found else None
+        found = [match.group(min(1, self._pattern.groups)) for match in self._pattern.finditer(answer)]
+        value = score_value(found[-1] or "", low=low, high=high) if found else None
         return (value - low) / (high - low) if value is not None and low <= value <= high else None
 
     def _cached(self, digest: str) -> float | None:
@@ -156,6 +176,53 @@ class Judge:
     def _path(self, digest: str) -> Path:
         assert self._cache is not None
         return self._cache / digest[:2] / f"{digest}.json"
+
+
+def score_value(text: str, *, low: float, high: float) -> float | None:
+    """Return the score that a text states, None if it states none.
+
+    A share of another whole than ``high``, such as "1/2" or "50 %", is a share of ``high`` if ``low`` is 0.
+    """
+    match = _VALUE.fullmatch(text)
+    if match is None:
+        return None
+    value = _number(match[1])
+    whole = 100.0 if match[2] else _number(match[3]) if match[3] else high
+    if whole == high:
+        return value
+    return high * value / whole if low == 0.0 and 0.0 <= value <= whole and whole else None
+
+
+def _number(text: str) -> float:
+    return float(text.replace("\u2212", "-").replace(",", "."))
+
+
+def filled(prompt: str, fields: Mapping[str, object]) -> str:
+    """Return a prompt with its fields; braces around anything else stay as they are.
+
+    Raises:
+        RewardUnavailable: the prompt has a field that is not given.
+    """
+    try:
+        return prompt.format(**fields)
+    except (LookupError, ValueError, AttributeError):
+        pass  # it has braces that are not fields
+
+    def value(match: re.Match[str]) -> str:
+        name, form = match.groups()
+        if name in fields:
+            try:
+                return match[0].format(**fields)
+            except (LookupError, ValueError, AttributeError) as error:
+                raise RewardUnavailable(
+                    f"the prompt of the judge cannot format {match[0]}: {error}"
+                ) from error
+        if not form:
+            given = ", ".join(sorted(fields)) or "none"
+            raise RewardUnavailable(f"the prompt of the judge has the field {match[0]}; given are: {given}")
+        return match[0]
+
+    return _FIELD.sub(value, prompt)
 
 
 async def close_judges() -> None:

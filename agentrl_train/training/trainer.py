@@ -12,6 +12,7 @@ This module does not import torch, so that a wrong setting is reported at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import threading
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
     from agentrl_train.training.run import Outcome, Run
     from agentrl_train.types import Step, Trajectory
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Metrics = Mapping[str, float]
@@ -110,7 +113,7 @@ class Trainer:
             base = Path.cwd() if config is None else Path(config).resolve().parent
             source = "the settings are" if config is None else f"{config} is"
             self.config = validated(table, base=base, failure=f"{source} invalid; please correct")
-        keep_idle_threads_quiet(self.config)
+        _warn_of_spinning_threads(self.config)
 
     @classmethod
     def from_config(
@@ -444,10 +447,13 @@ class _Playing(Observer):
         return await answered
 
 
-def keep_idle_threads_quiet(config: RunConfig) -> None:
-    """Keep idle OpenMP threads from spinning while others need the core; call it before torch is imported."""
-    if config.run.threads != 1:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def _warn_of_spinning_threads(config: RunConfig) -> None:
+    """Log a warning if PyTorch was loaded before ``agentrl_train`` could keep idle threads from spinning."""
+    if config.run.threads != 1 and "OMP_WAIT_POLICY" not in os.environ:
+        logger.warning(
+            "PyTorch was imported before agentrl_train, so idle threads spin while others need the core, and "
+            "a step can take ten times as long: import agentrl_train first, or set OMP_WAIT_POLICY=PASSIVE"
+        )
 
 
 def _called(callback: Callable[[Any], Any] | None, name: str, value: Any) -> Metrics:

@@ -169,6 +169,64 @@ async def test_full_context_truncates_episode(client: EnvClient) -> None:
     assert 0 < len(trajectory.turns) < 8
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        Message.assistant("x" * 300),
+        Message.assistant("so", ToolCall.of("down", note="x" * 300)),
+        Message.assistant(None, ToolCall.of("nothing", note="x" * 300)),
+    ],
+    ids=["text", "call", "invalid call"],
+)
+async def test_turn_that_the_full_context_cuts_is_recorded_and_not_acted_on(
+    client: EnvClient, monkeypatch: pytest.MonkeyPatch, said: Message
+) -> None:
+    steps: list[Message] = []
+    step = ClientSession.step
+
+    async def counted(session: ClientSession, message: Message) -> Any:
+        steps.append(message)
+        return await step(session, message)
+
+    monkeypatch.setattr(ClientSession, "step", counted)
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    await make_actor(engine, client).sibling(EPISODE)
+    second = len(engine.calls[1][1])
+    steps.clear()
+    script = iter([DOWN, said])
+    engine = ScriptedEngine(CHAT, lambda context, key: next(script))
+    trajectory = await make_actor(engine, client, max_context=second + 80).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TRUNCATED_LENGTH
+    assert len(trajectory.turns) == 2
+    assert len(steps) == 1
+    last = trajectory.turns[-1]
+    assert last.completion.finish_reason == "length"
+    assert (last.reply, last.reward, trajectory.invalid_calls) == ((), 0.0, 0)
+
+
+async def test_turn_that_its_own_limit_cuts_is_answered(client: EnvClient) -> None:
+    script = iter([Message.assistant("x" * 300), DOWN, DOWN, DOWN])
+    engine = ScriptedEngine(CHAT, lambda context, key: next(script))
+    trajectory = await make_actor(engine, client).sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.TERMINATED
+    assert trajectory.turns[0].completion.finish_reason == "length"
+    assert trajectory.turns[0].reply
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+async def test_completion_without_tokens_is_a_failure_of_the_engine(client: EnvClient, reason: str) -> None:
+    class Empty(ScriptedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            if self.calls:
+                return Completion(token_ids=[], logprobs=[], versions=[], finish_reason=reason)
+            return await super().generate(*args, **options)
+
+    actor = make_actor(Empty(CHAT, always(DOWN)), client, environment_retries=0)
+    trajectory = await actor.sibling(EPISODE)
+    assert trajectory.end is EpisodeEnd.FAILED_ENGINE
+    assert "without a token" in str(trajectory.error)
+
+
 async def test_context_too_small_for_opening_names_setting_to_raise(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     trajectory = await make_actor(engine, client, max_context=130).sibling(EPISODE)

@@ -15,6 +15,7 @@ from agentrl_env.types import Message, TaskSample
 from agentrl_train.advantage import (
     Siblings,
     advantages,
+    batch_std,
     compared,
     leave_one_out,
     mean,
@@ -23,7 +24,7 @@ from agentrl_train.advantage import (
     std,
     unscaled,
 )
-from agentrl_train.algorithm import advantage_function
+from agentrl_train.algorithm import advantage_function, signal_function
 from agentrl_train.batch import Aggregation, sequences, token_weights
 from agentrl_train.config import AlgorithmSection, RunConfig, load_config
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
@@ -180,6 +181,35 @@ def test_group_of_one_has_no_signal_with_group_baseline():
     for baseline in (mean, leave_one_out):
         assert of([3.0], baseline=baseline).tolist() == [0.0]
     assert of([3.0], baseline=none).tolist() == [3.0]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1.0, 1.0000000149],
+        [0.1 + 0.2, 0.3],
+        [float(np.float32(0.7)), 0.7],
+        [250.0, 250.0001],
+        [-1.0, -1.000001, -1.0, -1.0],
+    ],
+)
+@pytest.mark.parametrize("scale", [std, unscaled, batch_std])
+def test_rounding_of_rewards_is_not_a_signal(rewards, scale):
+    assert of(rewards, scale=scale).tolist() == [0.0] * len(rewards)
+    assert totals([group(rewards), group([0.0, 1.0])], scale=scale)[0] == [0.0] * len(rewards)
+    differs = signal_function(AlgorithmSection(), max_context=512)
+    assert not differs(group(rewards))
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1e-17], [0.1 + 0.2 - 0.3, 0.0], [1e-9, 0.0]])
+def test_rest_of_rewards_that_cancelled_is_not_a_signal_in_its_task(rewards):
+    assert totals([group(rewards), group([0.0, 1.0])])[0] == [0.0, 0.0]
+    assert totals([group(rewards, task="b"), group([0.0, 1.0])])[0] != [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.001], [1e-9, 3e-9], [100.0, 101.0]])
+def test_small_differences_of_rewards_are_a_signal(rewards):
+    assert of(rewards) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
 
 def test_task_without_spread_or_with_one_token_is_unchanged():

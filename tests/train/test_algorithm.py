@@ -115,6 +115,50 @@ def test_preset_gives_advantages_and_a_finite_gradient(name: str) -> None:
     assert given.logprobs.grad.any()
 
 
+RARE = {"sampler": 1e-4, "policy": 0.15}
+"""Probabilities of a token that was rare when it was sampled: the ratio is 1,500."""
+
+
+@pytest.mark.parametrize("age", [1, 2, 8])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_bounds_the_weight_of_a_token_that_was_rare(name: str, advantage: float, age: int) -> None:
+    algorithm = plain_config(f"algorithm.preset={name}", *NEEDED.get(name, [])).algorithm
+    now = torch.tensor([RARE["policy"]]).double().log().requires_grad_()
+    tokens = loss.Tokens(
+        logprobs=now,
+        behaviour=torch.tensor([RARE["sampler"]]).double().log(),
+        old=now.detach().clone(),
+        advantages=torch.tensor([advantage]).double(),
+        weights=torch.ones(1).double(),
+        ages=torch.tensor([age]),
+        sequences=torch.zeros(1, dtype=torch.int64),
+        turns=torch.zeros(1, dtype=torch.int64),
+    )
+    objective_function(algorithm)(tokens)[0].backward()
+    assert now.grad is not None
+    assert float(now.grad.abs()) <= 20.0
+
+
+def test_bounds_of_weights_change_nothing_near_the_anchor() -> None:
+    near, limits = six(2, spread=0.3), {"low": 0.2, "high": 0.2}
+    for region, bound in ((loss.divergence, "cap"), (loss.clip, "dual")):
+        found, _ = loss.policy_loss(near, region=partial(region, **limits))
+        plain, _ = loss.policy_loss(near, region=partial(region, **limits, **{bound: 0.0}))
+        assert torch.equal(found, plain)
+
+
+def test_gspo_clips_nothing_of_a_batch_that_is_one_version_old() -> None:
+    """A step moves sequences further than 3e-4, which is the range of the steps within an update."""
+    objective = objective_function(plain_config("algorithm.preset=gspo").algorithm)
+    given = six(4, spread=0.05)
+    before = {"old": given.logprobs.detach()}
+    tokens = loss.Tokens(**{key: getattr(given, key) for key in loss.Tokens.__slots__} | before)
+    assert float(objective(tokens)[1]["clip_fraction"]) == 0.0
+    plain = plain_config("algorithm.preset=gspo", "algorithm.anchor=behaviour", "algorithm.correction=none")
+    assert float(objective_function(plain.algorithm)(tokens)[1]["clip_fraction"]) > 0.0
+
+
 def test_key_overrides_its_preset_and_the_recorded_configuration_is_complete(tmp_path: Path) -> None:
     config = plain_config("algorithm.preset=agentrl", "algorithm.region.low=0.1", "rollout.stale.interval=3")
     assert (config.algorithm.region.low, config.algorithm.penalties.truncation) == (0.1, 0.2)
@@ -180,6 +224,10 @@ def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path
     ("overrides", "reason"),
     [
         (["rollout.group_size=1"], "compares siblings"),
+        (
+            ["algorithm.preset=a3po", "rollout.stale={fraction = 0.25, model = 'org/other'}"],
+            "which tokens of rollout.stale.model do not have",
+        ),
         (["rollout.group_size=1", "algorithm.baseline=none"], "needs the spread of siblings"),
         (["rollout.group_size=1", "algorithm.keep_groups=0.5"], "by the spread of their rewards"),
         (["algorithm.credit=gae"], "is none of trajectory, turn, state, gae_token"),

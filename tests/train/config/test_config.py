@@ -283,6 +283,14 @@ def test_former_section_of_a_file_is_rejected_with_all_current_keys(config_file:
     assert "unknown key critic.passes: it was renamed to algorithm.credit.passes" in message
 
 
+def test_deterministic_run_has_one_thread(config_file: Path):
+    options = ["engine.deterministic=true", "rollout.max_staleness=0"]
+    assert load_config(config_file, options).run.threads == 1
+    assert load_config(config_file, [*options, "run.threads=1"]).run.threads == 1
+    assert load_config(config_file, ["rollout.max_staleness=0"]).run.threads is None
+    assert "engine.deterministic needs one thread" in refusal(config_file, *options, "run.threads=2")
+
+
 def test_number_of_keys_is_at_most_120():
     assert 100 < len(set(keys())) <= 120
 
@@ -326,7 +334,7 @@ def test_similar_parameter_is_suggested(config_file: Path):
 def test_preset_function_gets_a_parameter_or_is_replaced(config_file: Path):
     preset = "algorithm.preset=grpo"
     region = load_config(config_file, [preset, "algorithm.region.high=0.4"]).algorithm.region
-    assert region.parameters == {"low": 0.2, "high": 0.4, "dual": 0.0}
+    assert region.parameters == {"low": 0.2, "high": 0.4, "dual": 3.0}
     region = load_config(
         config_file, [preset, "algorithm.region={name = 'cap', high = 4.0}"]
     ).algorithm.region

@@ -16,8 +16,8 @@ from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.config import RolloutSection
 from agentrl_train.gateway.programs import AgentProgram
-from agentrl_train.gateway.server import Gateway
-from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory
+from agentrl_train.gateway.server import Gateway, Session
+from agentrl_train.types import Completion, Episode, EpisodeEnd, Sampling, Trajectory
 from tests.train.fakes import CHAT, Countdown, ScriptedEngine, always
 
 EPISODE = Episode(task="questions", split="train", index=1, seed=3, draw_seed=(0, 1))
@@ -130,6 +130,42 @@ async def hanging(base_url: str, sample: TaskSample) -> float:
     return 1.0
 
 
+async def silent(base_url: str, sample: TaskSample) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def misspelt(base_url: str, sample: TaskSample) -> dict[str, float]:
+    await ask(base_url)
+    return {"score": 1.0}
+
+
+async def empty(base_url: str, sample: TaskSample) -> dict[str, float]:
+    await ask(base_url)
+    return {}
+
+
+async def metrics_alone(base_url: str, sample: TaskSample) -> dict[str, Any]:
+    await ask(base_url)
+    return {"metrics": {"success": 1.0}}
+
+
+async def misspelt_metrics(base_url: str, sample: TaskSample) -> dict[str, Any]:
+    await ask(base_url)
+    return {"reward": 0.5, "Metrics": {"success": 1.0}}
+
+
+async def metric_of_nothing(base_url: str, sample: TaskSample) -> dict[str, Any]:
+    await ask(base_url)
+    return {"reward": 0.5, "metrics": {"success": float("nan")}}
+
+
+async def misspelt_post(base_url: str, sample: TaskSample) -> None:
+    await ask(base_url)
+    async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+        assert (await client.post("/reward", json={"score": 1.0})).status_code == 400
+
+
 async def without_reward(base_url: str, sample: TaskSample) -> None:
     await ask(base_url)
 
@@ -157,14 +193,24 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
         (crashing, "the program raised RuntimeError: the agent is broken (test_programs.py:"),
         (leaving, "the program raised SystemExit: 3"),
         (cancelled, "the program raised CancelledError"),
-        (hanging, "gave no reward within 2 s"),
+        (silent, "got no answer of the model within 2 s"),
+        (misspelt, "{'score': 1.0}, which is no reward (reward: Field required)"),
+        (empty, "{}, which is no reward"),
+        (metrics_alone, "which is no reward (reward: Field required)"),
+        (misspelt_metrics, "(Metrics: Extra inputs are not permitted)"),
+        (metric_of_nothing, "(metrics.success: Input should be a finite number)"),
+        (misspelt_post, "ended without a reward"),
         (without_reward, "ended without a reward"),
         (without_call, "ended without an answer of the model"),
         (impatient, "ended without an answer of the model"),
         (not_a_number, "no reward"),
         (command("ask('x'); print('oh no', file=sys.stderr); sys.exit(3)"), "exited with status 3: oh no"),
         (command("ask('x'); raise ValueError('broken')"), "ValueError: broken"),
-        (command("ask('x'); import time; time.sleep(600)"), "gave no reward within 2 s"),
+        (command("import time; time.sleep(600)"), "got no answer of the model within 2 s"),
+        (command("ask('x'); print('{}')"), "ended without a reward"),
+        (command("ask('x'); print('{\"score\": 1.0}')"), "ended without a reward"),
+        (command("ask('x'); print('{\"reward\": 1.0, \"sucess\": 1}')"), "(sucess: Extra inputs"),
+        (command("ask('x' * 500); print(1.0)"), "its messages do not fit engine.max_context"),
         (command("ask('x'); print('fine')"), "ended without a reward"),
         (command("ask('x'); print('{\"reward\": \"much\"}')"), "which is no reward"),
         (command("ask('x'); os.kill(os.getpid(), 9)"), "exited with status -9"),
@@ -206,6 +252,124 @@ async def test_program_that_posted_a_reward_is_truncated_by_the_time_limit() -> 
 
     trajectory = await play(slow, limit_s=2.0)
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.5)
+
+
+async def test_time_limit_truncates_a_program_that_has_given_no_reward() -> None:
+    engine = ScriptedEngine(CHAT, FOUR)
+    trajectory = await play(hanging, engine=engine, limit_s=4.0, retries=2)
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.0)
+    assert (trajectory.error, trajectory.success) == (None, False)
+    assert len(trajectory.turns) == len(engine.calls) == 1  # no replay
+
+
+async def test_time_limit_lets_the_turn_in_progress_end() -> None:
+    class Late(ScriptedEngine):
+        """Answers once the time of the program is over."""
+
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            while not session().closed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return await super().generate(*args, **options)
+
+    engine, refused = Late(CHAT, FOUR), []
+
+    async def long(base_url: str, sample: TaskSample) -> float:
+        try:
+            await ask(base_url)
+        except httpx.HTTPStatusError as error:
+            refused.append(error.response.status_code)
+        return 1.0
+
+    async with actor_of(long, engine=engine, limit_s=0.5, retries=2) as actor:
+        (program,) = actor._programs.values()
+
+        def session() -> Session:
+            (one,) = program._gateway.sessions.values()
+            return one
+
+        trajectory = await actor.sibling(EPISODE)
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.0)
+    assert len(trajectory.turns) == len(engine.calls) == 1
+    assert set(refused) <= {410}
+
+
+async def test_lengths_of_a_group_of_programs_are_those_that_were_played() -> None:
+    """Half of the episodes are long and right, half are short and wrong."""
+    played = []
+
+    async def either(base_url: str, sample: TaskSample) -> float | None:
+        played.append(base_url)
+        long = len(played) % 2 == 0
+        await ask(base_url)
+        if not long:
+            return 0.0
+        await post(base_url, 1.0)
+        await ask(base_url, "next")
+        await asyncio.Event().wait()
+        return None
+
+    async with actor_of(either, limit_s=4.0, retries=2) as actor:
+        group, failed = await actor.group(EPISODE, size=4, group_id=0, admitted_version=0)
+        assert actor.discarded_tokens == 0
+    assert (len(played), failed) == (4, [])
+    assert sorted(one.reward for one in group.trajectories) == [0.0, 0.0, 1.0, 1.0]
+    assert sorted(len(one.turns) for one in group.trajectories) == [1, 1, 2, 2]
+
+
+async def test_engine_that_fails_until_the_time_limit_fails_the_episode() -> None:
+    class Failing(ScriptedEngine):
+        """Answers once, and fails from then on."""
+
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            self.failures = len(self.calls)
+            return await super().generate(*args, **options)
+
+    async def patient(base_url: str, sample: TaskSample) -> float:
+        await ask(base_url)
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            await ask(base_url, "again")
+        await asyncio.Event().wait()
+        return 1.0
+
+    assert (await play(patient, engine=Failing(CHAT, FOUR), limit_s=2.0)).end is EpisodeEnd.FAILED_ENGINE
+
+
+async def overflowing(base_url: str, sample: TaskSample) -> float:
+    await ask(base_url)
+    await ask(base_url, "x" * 500)
+    return 1.0
+
+
+async def overflowing_after_a_reward(base_url: str, sample: TaskSample) -> float:
+    await ask(base_url)
+    await post(base_url, 0.5)
+    await ask(base_url, "x" * 500)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("run", "reward"),
+    [
+        (overflowing, 0.0),
+        (overflowing_after_a_reward, 0.5),
+        (command("ask('x'); ask('x' * 500); print(1.0)"), 0.0),
+    ],
+)
+async def test_full_context_truncates_a_program_that_cannot_go_on(run: Any, reward: float) -> None:
+    engine = ScriptedEngine(CHAT, FOUR)
+    trajectory = await play(run, engine=engine, retries=2)
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, reward)
+    assert (trajectory.error, len(trajectory.turns), len(engine.calls)) == (None, 1, 1)
+
+
+async def test_answer_that_the_context_cuts_is_the_end_of_a_truncated_episode() -> None:
+    async def once(base_url: str, sample: TaskSample) -> float:
+        await ask(base_url, "x" * 330)
+        return 0.25
+
+    trajectory = await play(once, engine=ScriptedEngine(CHAT, always(Message.assistant("blah " * 30))))
+    assert trajectory.turns[0].completion.finish_reason == "length"
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 0.25)
 
 
 async def test_full_context_is_a_truncation_if_the_program_gives_a_reward() -> None:

@@ -128,6 +128,13 @@ async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "set model.template_kwargs of the run"),
+        ({"stop_token_ids": [3]}, "set model.stop of the run"),
+        ({"guided_json": {"type": "object"}}, "'guided_json' is not a parameter of this API"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"min_tokens": 8}, "min_tokens = 8"),
+        ({"ignore_eos": True}, "ignore_eos = True"),
+        ({"max_token": 8}, "'max_token'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
     ],
 )
@@ -152,6 +159,8 @@ async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: 
         {"tools": [{"type": "function", "function": {"name": "down", "description": None}}]},
         {"tools": [{"type": "function", "function": {"name": "down", "parameters": None, "strict": None}}]},
         {"tools": [TOOL], "tool_choice": {"type": "auto"}},
+        {"chat_template_kwargs": {}, "stop_token_ids": [], "min_tokens": 0, "guided_json": None},
+        {"metadata": {"run": "1"}, "service_tier": "auto", "parallel_tool_calls": False, "priority": 1},
     ],
 )
 async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> None:
@@ -303,6 +312,28 @@ async def test_failure_of_the_engine_is_an_error_of_the_server_and_can_be_repeat
         assert len(session.recorder.rollout()[0]) == 1
 
 
+async def test_completion_without_tokens_is_an_error_of_the_engine() -> None:
+    class Empty(ScriptedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            return Completion(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
+
+    async with opened(Empty(CHAT, always(HI))) as (client, session, _):
+        failed = await client.post("/chat/completions", json={"messages": [HELLO]})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
+        assert session.recorder.rollout()[0] == []
+
+
+@pytest.mark.parametrize(("limit", "invalid"), [(None, 0), (40, 1)])
+async def test_call_that_the_full_context_cuts_is_not_an_invalid_one(limit: int | None, invalid: int) -> None:
+    """A call that the limit of its request cuts is the policy's."""
+    said = Message.assistant(None, ToolCall.of("up" * 40, note="x" * 900))
+    engine = ScriptedEngine(CHAT, always(said))
+    async with opened(engine, max_context=450) as (client, session, _):
+        await chat(client, HELLO, tools=[TOOL], max_tokens=limit)
+        (turn,) = session.recorder.rollout()[0]
+    assert (turn.completion.finish_reason, turn.invalid_calls) == ("length", invalid)
+
+
 async def test_posted_rewards_are_those_of_the_turns() -> None:
     async with opened() as (client, session, _):
         early = await client.post("/reward", json={"reward": 1.0})
@@ -358,6 +389,9 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
         ({"input": "go", "tools": [TOOL]}, "tools.0.name"),
         ({"input": "go", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"input": "go", "max_tokens": 5}, "'max_tokens'"),
+        ({"input": "go", "truncation": "auto"}, "truncation"),
+        ({"input": "go", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
 async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: dict, word: str) -> None:
@@ -370,6 +404,6 @@ async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: di
 
 async def test_nulls_and_the_verbosity_of_a_response_change_nothing() -> None:
     async with opened() as (client, *_):
-        body = {"input": "go", "tools": None, "stream": None, "text": {"verbosity": "low"}}
+        body = {"input": "go", "tools": None, "stream": None, "text": {"verbosity": "low"}, "include": []}
         answer = await client.post("/responses", json=body)
         assert (answer.status_code, answer.json()["tools"]) == (200, [])

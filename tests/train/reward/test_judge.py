@@ -10,6 +10,7 @@ from agentrl_env.evaluation import ModelFailed
 from agentrl_env.types import Message
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.reward import Judge, Rewards, answer, close_judges
+from agentrl_train.reward.judge import filled
 from agentrl_train.types import EpisodeEnd
 from tests.env.evaluation.chat_server import ChatServer, completion
 from tests.train.reward.test_pieces import episode
@@ -34,6 +35,94 @@ def test_last_score_of_the_answer_is_scaled_to_its_range() -> None:
         assert score_of(server, "hello") == [0.75]
         assert server.requests[0]["messages"][0]["content"].endswith("\nhello")
         assert server.requests[0]["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "high", "score"),
+    [
+        ("Score: 1/2", 1.0, 0.5),
+        ("Score: 1 / 2", 10.0, 0.5),
+        ("Score: 0,5", 1.0, 0.5),
+        ("Score: 7/10", 10.0, 0.7),
+        ("**Score:** 7 out of 10.", 1.0, 0.7),
+        ("Score: .5", 10.0, 0.05),
+        ("Score: 5e-1", 1.0, 0.5),
+        ("Score: 1%", 1.0, 0.01),
+        ("Score: 70 %", 100.0, 0.7),
+        ("Score (0-10): 7", 10.0, 0.7),
+        ("Score (out of 10): 7/10", 10.0, 0.7),
+        ("Score (7)", 10.0, 0.7),
+        ("Score: 7, because it is polite.", 10.0, 0.7),
+        ("Score: 7.", 10.0, 0.7),
+        ("Score: 3/2", 1.0, None),
+        ("Score: 1/0", 1.0, None),
+        ("Score: 0-10", 10.0, None),
+        ("Score: 1 to 5", 10.0, None),
+        ("Score: 1.2.3", 10.0, None),
+        ("Score: \u22123", 10.0, None),
+        ("Score (0-10): good", 10.0, None),
+    ],
+)
+def test_score_is_read_as_it_is_written(text: str, high: float, score: float | None) -> None:
+    found = Judge("http://x", "m", prompt=PROMPT, high=high)._score(text)
+    assert found == (None if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "score"), [(r"\[\[(.*?)\]\]", 0.5), (r"(\d+)/(\d+)", None), (r"\d+/\d+", 0.5)]
+)
+def test_group_of_an_own_pattern_is_the_score(pattern: str, score: float | None) -> None:
+    found = Judge("http://x", "m", prompt=PROMPT, pattern=pattern)._score("I think [[1/2]]")
+    assert found == (1.0 if score is None else score)
+
+
+def test_share_of_a_range_that_does_not_start_at_zero_is_no_score() -> None:
+    judge = Judge("http://x", "m", prompt=PROMPT, low=1.0, high=5.0)
+    assert (judge._score("Score: 4/5"), judge._score("Score: 1/2")) == (0.75, None)
+
+
+def refusing_temperature(body):
+    if "temperature" in body:
+        return 400, {"text": "Unsupported value: 'temperature' does not support 0.0 with this model."}
+    return completion(text="Score: 5")
+
+
+def test_model_that_refuses_the_default_temperature_is_asked_without_one() -> None:
+    with ChatServer(refusing_temperature) as server:
+        assert score_of(server, "a") == [0.5]
+        assert ["temperature" in body for body in server.requests] == [True, False]
+        assert score_of(server, "a", "b", body={"temperature": None}) == [0.5, 0.5]
+        assert ["temperature" in body for body in server.requests[2:]] == [False, False]
+        with pytest.raises(ModelFailed, match="does not support"):
+            score_of(server, "a", body={"temperature": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ('Answer {"score": N}. {text}', 'Answer {"score": N}. hi {x}'),
+        ('Answer {"a": {"score": 1}}. {text}', 'Answer {"a": {"score": 1}}. hi {x}'),
+        ("Use {} or {0}, {score: N}, { and {text}", "Use {} or {0}, {score: N}, { and hi {x}"),
+        ('Answer {{"score": N}}. {text}', 'Answer {"score": N}. hi {x}'),
+        ("{number:.1f} {text!r:>9}", "2.0  'hi {x}'"),
+        ("{ {number:.1f}", "{ 2.0"),
+    ],
+)
+def test_braces_that_are_no_field_stay_in_the_prompt(prompt: str, text: str) -> None:
+    assert filled(prompt, {"text": "hi {x}", "number": 2}) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("{txet}", r"the field \{txet\}; given are: text"),
+        ('{"score": N} {txet}', r"the field \{txet\}; given are: text"),
+        ("{text:.1f}", "cannot format {text:.1f}"),
+    ],
+)
+def test_field_that_cannot_be_filled_is_an_error_with_a_sentence(prompt: str, reason: str) -> None:
+    with pytest.raises(RewardUnavailable, match=reason):
+        filled(prompt, {"text": "hello"})
 
 
 def test_negative_score_keeps_its_sign() -> None:

@@ -314,6 +314,45 @@ def test_script_trains_a_class_of_its_own(policy: Path, tmp_path: Path) -> None:
     assert (tmp_path / "policy" / "config.json").exists()
 
 
+MAKE = """
+{imports}
+import os
+Trainer(model="org/name", environments=["http://127.0.0.1:1"], steps=1, settings={settings})
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "settings", "given", "policy", "warned"),
+    [
+        ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE", False),
+        ("from agentrl_train import Trainer", {}, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", False),
+        ("import torch; from agentrl_train import Trainer", {}, {}, "None", True),
+        ("import torch; from agentrl_train import Trainer", {"run.threads": 1}, {}, "None", False),
+    ],
+)
+def test_idle_threads_of_a_script_do_not_spin(
+    tmp_path: Path,
+    imports: str,
+    settings: dict[str, Any],
+    given: dict[str, str],
+    policy: str,
+    warned: bool,
+) -> None:
+    code = MAKE.replace("{imports}", imports).replace("{settings}", repr(settings))
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)} | given,
+        timeout=500,
+    )
+    assert done.stdout.splitlines() == [policy], done.stderr
+    assert ("set OMP_WAIT_POLICY=PASSIVE" in done.stderr) is warned
+
+
 @pytest.mark.slow
 def test_torchrun_runs_the_same_script_on_two_ranks(policy: Path, tmp_path: Path) -> None:
     output = run_script(
