@@ -24,15 +24,16 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.tool_calls import (
     PARSERS,
     PROMPT,
+    THOUGHT,
     THOUGHT_BEGINS,
     ParsedCall,
     ParsedTurn,
     ToolParser,
     parser_for,
     parser_named,
-    read_turn,
 )
 from agentrl_train.tool_calls.schemas import ordered
+from agentrl_train.tool_calls.turn import read_turn
 
 _MARK = "THE-COMPLETION-ENDS-AFTER-THIS"
 _BREAK = "\ufdd0"
@@ -193,7 +194,7 @@ class ChatFormat:
         self, text: str, *, turn: int, tools: Sequence[ToolSpec] = (), in_thought: bool = False
     ) -> Reading:
         """Parse the text of a completion like ``parse``."""
-        parsed, tolerant = read_turn(self.parser, text, tools, in_thought=in_thought)
+        parsed, tolerant = read_turn(self.parser, text, tools, thought=THOUGHT, in_thought=in_thought)
         own_ids = {call.id for call in parsed.calls if call.id}
         calls = [
             ToolCall(

@@ -2,17 +2,16 @@
 
 ``parser_for`` chooses a family from a chat template; ``PARSERS`` holds them by name. Nothing in a thought is
 a call. Where a call begins and cannot be read, it becomes a call without a name, never content: it is
-answered with an error for the model (``errors.py``). ``read_turn`` also reads calls of known tools that are
-JSON outside of the syntax of the family (``tolerant.py``).
+answered with an error for the model (``errors.py``). ``read_turn`` (``turn.py``) also reads calls of known
+tools that are JSON outside of the syntax of the family.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from agentrl_env.types import ToolSpec
 from agentrl_train.tool_calls.channels import Harmony
 from agentrl_train.tool_calls.json_forms import (
     Apertus,
@@ -25,20 +24,19 @@ from agentrl_train.tool_calls.json_forms import (
     Mistral,
 )
 from agentrl_train.tool_calls.python_forms import PythonFamily
-from agentrl_train.tool_calls.tolerant import read_tolerantly
 from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser, one_of
 from agentrl_train.tool_calls.xml_forms import XmlFamily
 
 __all__ = [
     "PARSERS",
     "PROMPT",
+    "THOUGHT",
     "THOUGHT_BEGINS",
     "ParsedCall",
     "ParsedTurn",
     "ToolParser",
     "parser_for",
     "parser_named",
-    "read_turn",
 ]
 
 PROMPT = "prompt"
@@ -206,13 +204,5 @@ _THOUGHT_ENDS = one_of(
         for form in family.thoughts
     }
 )
-_THOUGHT = re.compile(f"{THOUGHT_BEGINS}|{_THOUGHT_ENDS}")
-
-
-def read_turn(
-    parser: ToolParser, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False
-) -> tuple[ParsedTurn, bool]:
-    """Parse a turn like ``ToolParser.parse``; return it, and True if the tolerant reader found calls."""
-    turn = parser.parse(text, tools, in_thought=in_thought)
-    tolerant = read_tolerantly(turn, tools, thought=_THOUGHT)
-    return tolerant or turn, tolerant is not None
+THOUGHT = re.compile(f"{THOUGHT_BEGINS}|{_THOUGHT_ENDS}")
+"""Pattern of a mark that opens or closes a thought, of any family."""

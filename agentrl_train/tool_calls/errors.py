@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from agentrl_env.types import Message, ToolSpec
 from agentrl_train.tool_calls.schemas import example_arguments
-from agentrl_train.tool_calls.tolerant import OBJECT
-from agentrl_train.tool_calls.turn import ParsedCall, ParsedTurn, ToolParser, model_json, scan_json
+from agentrl_train.tool_calls.turn import OBJECT, ParsedCall, ParsedTurn, ToolParser, model_json, scan_json
 
 _QUOTED = 24
 """Characters quoted in front of an error."""

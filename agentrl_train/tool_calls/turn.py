@@ -1,4 +1,9 @@
-"""An assistant turn as text and as its parts: thought, content and calls."""
+"""An assistant turn as text and as its parts: thought, content and calls.
+
+Instruct models often write a call in a code fence or bare, and the token limit can cut the closing tag.
+``read_tolerantly`` reads those as well: an object is a call only if it names a tool of the session and its
+arguments are a JSON object.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,19 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from agentrl_env.types import ToolSpec
+
+OBJECT = re.compile(r'{\s*"(?:name|arguments|parameters|id|type|function)"\s*:')
+"""Pattern of the beginning of a JSON object that might be a call."""
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+"""Keys of a call. An object with others, such as a description, is something else: the tool's schema."""
+_FENCE = re.compile(r"```[\w-]*\Z")
+_AFTER = re.compile(r"\s*[,;]?\s*(?:\]\s*)?(?:```)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +292,75 @@ def _finite(text: str) -> float:
 
 _SPACE = re.compile(r"\s*")
 _JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+
+
+def read_turn(
+    parser: ToolParser,
+    text: str,
+    tools: Sequence[ToolSpec] = (),
+    *,
+    thought: re.Pattern[str],
+    in_thought: bool = False,
+) -> tuple[ParsedTurn, bool]:
+    """Parse a turn like ``ToolParser.parse``; return it, and True if the tolerant reader found calls.
+
+    Text with a mark of a ``thought`` is left to the parser.
+    """
+    turn = parser.parse(text, tools, in_thought=in_thought)
+    tolerant = read_tolerantly(turn, tools, thought=thought)
+    return tolerant or turn, tolerant is not None
+
+
+def read_tolerantly(
+    turn: ParsedTurn, tools: Sequence[ToolSpec], *, thought: re.Pattern[str]
+) -> ParsedTurn | None:
+    """Read the calls that the family's parser could not read; return None if there are none.
+
+    Calls that could not be read are replaced by the calls in their text. The content is searched only if the
+    parser read no call. Text with a mark of a ``thought`` is left alone.
+    """
+    names = {tool.function.name for tool in tools}
+    calls: list[ParsedCall] = []
+    content = turn.content
+    if content and not any(call.name for call in turn.calls) and not thought.search(content):
+        calls, content = _calls_in(content, names)
+    for call in turn.calls:
+        hidden = bool(call.name) or thought.search(call.arguments)
+        found = [] if hidden else _calls_in(call.arguments, names)[0]
+        calls += found or [call]
+    if calls == list(turn.calls):
+        return None
+    return replace(turn, content=content or None, calls=tuple(calls))
+
+
+def _calls_in(text: str, names: Collection[str]) -> tuple[list[ParsedCall], str]:
+    """Return the calls in a text, and the text without them, their brackets and their fences."""
+    calls: list[ParsedCall] = []
+    rest: list[str] = []
+    start = position = 0
+    while opening := OBJECT.search(text, position):
+        found = scan_json(text, opening.start())
+        if isinstance(found, json.JSONDecodeError):
+            # The text up to the error is part of this object: no call of its own starts there.
+            position = max(opening.end(), found.pos)
+            continue
+        value, end = found
+        if call := _call(value, text[opening.start() : end], names):
+            calls.append(call)
+            before = text[start : opening.start()].rstrip().removesuffix("[").rstrip()
+            rest.append(_FENCE.sub("", before).strip())
+            after = _AFTER.match(text, end)
+            start = position = after.end() if after else end
+        else:
+            # The call itself is inside {"type": "function", "function": {...}}.
+            position = opening.end() if isinstance(value.get("function"), dict) else end
+    rest.append(text[start:].strip())
+    return calls, "\n".join(part for part in rest if part)
+
+
+def _call(value: dict[str, Any], text: str, names: Collection[str]) -> ParsedCall | None:
+    arguments = value.get("arguments", value.get("parameters"))
+    if not (value.keys() <= _KEYS and isinstance(arguments, dict | str)):
+        return None
+    call = called(value.get("name"), arguments, text, value.get("id"))
+    return call if call.name in names else None

@@ -1,6 +1,7 @@
 """Calls that real models write outside of the syntax of their family, and the errors for what is not read."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 from agentrl_env import EnvClient, Environment, tool
 from agentrl_env.types import FunctionSpec, Message, ToolSpec
 from agentrl_train.chat import ChatFormat, Reading
-from agentrl_train.tool_calls import PARSERS, ParsedTurn, read_turn
+from agentrl_train.tool_calls import PARSERS, THOUGHT, ParsedTurn
 from agentrl_train.tool_calls.errors import problem, with_syntax
 from agentrl_train.tool_calls.schemas import ordered
+from agentrl_train.tool_calls.turn import read_turn as read_any_turn
 from tests.tiny_models import make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
 HERMES = PARSERS["hermes"]
+read_turn = partial(read_any_turn, thought=THOUGHT)
 
 
 def spec(name: str, **properties: str) -> ToolSpec:
