@@ -19,7 +19,7 @@ from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.errors import SandboxFailed
 from agentrl_env.sandbox import open_sandbox
 
-from . import generator, official
+from . import checks, generator, official
 from .problems import COMMANDS, Problem
 
 logger = logging.getLogger("agentrl_env")
@@ -33,7 +33,6 @@ MAX_CHARS = 800
 """Maximum length of an output that is shown, as in AgentBench."""
 MAX_ANSWER = 4000
 HOME = "/home/agent"
-CHECKS = "/check"
 ROOT = {
     "cwd": "/root",
     "env": {
@@ -43,12 +42,6 @@ ROOT = {
     },
 }
 """How commands of AgentBench's problems run."""
-CHECK_ENV = {
-    **ROOT["env"],
-    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
-    "PYTHONNOUSERSITE": "1",
-}
-"""In a check, what the machine has comes before programs and modules that the agent may have written."""
 FOUND_NOTHING = 3
 SEARCH = ["python3", "-I", "-S", "-c",
           f"import re, sys; sys.exit(0 if re.search(*sys.argv[1:]) else {FOUND_NOTHING})"]  # fmt: skip
@@ -65,6 +58,10 @@ GROUPS = {
 """The accounts of Debian."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
 """A number, and nothing like 0644 or version 3.10."""
+LOADED_FIRST = re.compile(
+    r"/etc/ld\.so\.|/usr/local/lib/python[^/]*/[a-z]+-packages/((site|user)customize\b|[^/]*\.pth/)"
+)
+"""Files that the dynamic linker or Python runs before every program."""
 LIMITS = {"memory": "128m", "disk": "32m", "pids": 48, "timeout": 15.0, "max_output": 4000}
 
 
@@ -100,6 +97,7 @@ class OsInteraction(Environment):
     name = "os_interaction"
     splits = (*LEVELS, *FILES)
     max_turns = 8
+    tool_timeout = reset_timeout = 300.0
     box = None
     expert_noise = 0.0
     """Probability that the expert only lists the files instead of a gold command, or gives a wrong answer."""
@@ -117,8 +115,6 @@ class OsInteraction(Environment):
         self.problem = _problem(sample.data)
         self.example = self.seen = None
         self.box = self._machine()
-        for script in self.problem.init:
-            self._script(self.box, script, "init")
         if any(check is None for check in self.problem.checks or [self.problem]):
             self.example = self._example()
         self._start(self.box)
@@ -203,7 +199,7 @@ class OsInteraction(Environment):
     def _matches(self, answer):
         """Search for the pattern in a sandbox: an answer could make it take hours."""
         with self._open() as machine:
-            done = machine.run([*SEARCH, self.problem.pattern, answer], env=CHECK_ENV)
+            done = machine.run([*SEARCH, self.problem.pattern, answer], env=checks.ENVIRONMENT)
         if done.code not in (0, FOUND_NOTHING) and not done.killed_by:
             raise SandboxFailed(f"the pattern of the problem cannot be searched for: {done.text}")
         return done.code == 0
@@ -216,7 +212,10 @@ class OsInteraction(Environment):
         )
 
     def _machine(self):
-        """Open the problem's machine, with its files."""
+        """Open the problem's machine, with its files, as the init scripts leave it.
+
+        Raises SandboxFailed if an init script fails, as AgentBench ends such a sample.
+        """
         box = self._open()
         try:
             box.write_all({**(_accounts() if self.problem.official else {}), **self.problem.files})
@@ -224,6 +223,10 @@ class OsInteraction(Environment):
                 done = box.run(LINK_COMMANDS)
                 if done.code != 0:
                     raise SandboxFailed(f"the commands of accounts cannot be installed: {done.text}")
+            for script in self.problem.init:
+                done = self._script(box, script, "init")
+                if done.code != 0:
+                    raise SandboxFailed(f"an init script of the problem fails: {done.text[:MAX_CHARS]}")
         except BaseException:
             box.close()
             raise
@@ -287,20 +290,40 @@ class OsInteraction(Environment):
                 return True
             if not any(self.problem.checks) or not (right or given):
                 return bool(right and given) and same_answer(right, given)
-        given = [(answer or "")[:MAX_ANSWER].replace("\0", "")]
-        for number, check in enumerate(self.problem.checks):
+        text = (answer or "")[:MAX_ANSWER].replace("\0", "")
+        check, done = self._first_failure(machine, text)
+        if check is None:
+            return True
+        if checks.crashed(check, done) and self._is_broken():
+            raise SandboxFailed(f"a check of the problem crashes: {done.text[-MAX_CHARS:]}")
+        return False
+
+    def _first_failure(self, machine, answer):
+        """Run the checks until one fails; return it with its result, or None twice."""
+        given = [answer]
+        for check in self.problem.checks:
             if check is None:
                 given.append(self.example)
                 continue
-            language, code = check
-            path = f"{CHECKS}/{number}"
-            machine.write(path, code)
-            alone = ["-I", "-S"] if language == "python" else []
-            done = machine.run([*COMMANDS[language], *alone, path, *given], cwd=ROOT["cwd"], env=CHECK_ENV)
+            done = checks.run(machine, check, given)
             if done.code != 0:
-                return False
+                return check, done
             given.append(done.stdout)
-        return True
+        return None, None
+
+    def _is_broken(self):
+        """Return True if the checks crash without the agent: on another machine, with the right answer.
+
+        If no script shows what is right, only a crash that the right state would not prevent counts.
+        """
+        with self._machine() as machine:
+            known = None in self.problem.checks
+            if not known and self.problem.gold:
+                known = self._script(machine, self.problem.gold, "example").code == 0
+            check, done = self._first_failure(machine, self.example or "")
+        if check is None:
+            return False
+        return checks.crashed(check, done) if known else checks.defective(check, done)
 
 
 def same_answer(right: str, given: str) -> bool:
@@ -323,12 +346,13 @@ def _problem(data):
 def _kept(state: bytes, *, official: bool) -> bytes:
     """Return a snapshot of the agent's home; of an official problem, of all that programs do not load first.
 
-    A library that ``/etc/ld.so.preload`` names would be part of every program that checks.
+    A library that ``/etc/ld.so.preload`` names, for example, would be part of every program that checks.
     """
     kept = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:
         for entry in old:
-            path = f"/{entry.name.removeprefix('root/')}/"
-            if not path.startswith("/etc/ld.so.") if official else path.startswith(f"{HOME}/"):
+            layer, _, name = entry.name.partition("/")
+            path = f"/usr/local/{name}/" if layer == "local" else f"/{name}/"
+            if not LOADED_FIRST.match(path) if official else path.startswith(f"{HOME}/"):
                 new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
     return kept.getvalue()

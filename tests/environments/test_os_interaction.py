@@ -144,6 +144,8 @@ def test_development_problem_runs_with_its_own_check_or_match(start, number):
     answer = (environment.example or environment.problem.answer or "").strip()
     assert answer or (checks and None not in checks)
     assert environment.answer_action(answer).reward == 1.0
+    if number == 8 and "." in answer:
+        return  # its check cannot read a decimal point: a failure and not a wrong answer
     for wrong in [f"{answer}7", None] if number % 5 == 3 else [f"{answer}7"]:
         other = start(**data)
         assert (other.finish_action("") if wrong is None else other.answer_action(wrong)).reward == 0.0
@@ -182,6 +184,93 @@ def test_dirty_records_load_and_are_graded(start, record):
     data = {"problem": json.loads(json.dumps(official.problem(record, None)))}
     for answer, reward in (("5", 1.0), ("6", 0.0)):
         assert start(**data).answer_action(answer).reward == reward
+
+
+INTEGER = "from sys import argv\nif int(argv[1]) == int(argv[2]): exit(0)\nexit(1)"
+STRING = "from sys import argv\nif argv[1].strip() == argv[2].strip(): exit(0)\nelse: quit(1)"
+CONTAINS = "import sys\nexit(0 if sys.argv[2].strip() in sys.argv[1] else 'no')"
+
+
+@pytest.mark.parametrize(
+    ("code", "right", "wrong"),
+    [(INTEGER, " 05", "6"), (INTEGER, "5", "five"), (STRING, " 5\t", "05"), (CONTAINS, "it is 5", "6")],
+)
+def test_python_checks_have_the_builtins_of_a_normal_interpreter(start, code, right, wrong):
+    evaluation = {"check": [None, {"language": "python", "code": code}], "example": "cat a"}
+    data = {"problem": official.problem({**RECORD, "evaluation": evaluation}, None)}
+    for answer, reward in ((right, 1.0), (wrong, 0.0)):
+        assert start(**data).answer_action(answer).reward == reward
+
+
+def test_checks_get_their_arguments_as_from_agentbench(start):
+    python = "import sys\nassert sys.argv[0] == '-c' and __name__ == '__main__'\nprint(sys.argv[1] * 2)"
+    bash = 'read -r twice <<< "$2"; [ "$0 $1 $twice $PWD" = "-- 5 55 /root" ]'
+    check = [{"language": "python", "code": python}, {"code": bash}]
+    environment = start(problem=official.problem({**RECORD, "evaluation": {"check": check}}, None))
+    assert environment.answer_action("5").reward == 1.0
+
+
+def test_python_check_can_import_what_the_agent_wrote_but_no_replaced_module(start):
+    code = "import solution, textwrap\nexit(solution.double(2) != 4 or not textwrap.dedent)"
+    evaluation = {"check": {"language": "python", "code": code}}
+    data = {"problem": official.problem({**RECORD, "evaluation": evaluation}, None)}
+    for factor, reward in ((2, 1.0), (3, 0.0)):
+        environment = start(**data)
+        environment.bash_action(
+            f"echo 'double = lambda n: n * {factor}' > solution.py; echo 1/0 > textwrap.py"
+        )
+        assert environment.finish_action("done").reward == reward
+
+
+PYTHON_CRASHES = ["import no_such_module", "undefined_name", "if:", "raise RuntimeError", "int('x')"]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *({"language": "python", "code": code} for code in PYTHON_CRASHES),
+        "no_such_program",
+        "if",
+        "kill -9 $$",
+    ],
+)
+def test_check_that_crashes_fails_the_episode_and_is_no_wrong_answer(start, check):
+    evaluation = {"check": [None, check], "example": "cat a"}
+    environment = start(problem=official.problem({**RECORD, "evaluation": evaluation}, None))
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        environment.answer_action("05")
+
+
+@pytest.mark.parametrize("gold", [None, "echo 7 > b"])
+def test_check_of_a_state_is_only_broken_if_the_right_state_does_not_help(start, gold):
+    def graded(code):
+        record = {**RECORD, "evaluation": {"check": {"language": "python", "code": code}, "example": gold}}
+        return start(problem=official.problem(record, None)).finish_action("done").reward
+
+    assert graded("exit(int(open('b').read()) != 7)") == 0.0
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        graded("exit(int(open('b').read()) != 7 or undefined_name)" if gold else "undefined_name")
+
+
+def test_check_that_exceeds_its_time_fails_the_episode_unless_the_agent_is_why(start, monkeypatch):
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.checks"], "TIMEOUT", 1.0)
+    slow = {**RECORD, "evaluation": {"check": "sleep 100", "example": "echo 7 > b"}}
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        start(problem=official.problem(slow, None)).finish_action("done")
+    program = {**RECORD, "evaluation": {"check": "bash b", "example": "echo true > b"}}
+    environment = start(problem=official.problem(program, None))
+    environment.bash_action("echo 'sleep 100' > b")
+    assert environment.finish_action("done").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "init",
+    ["touch /root/made; false", "no_such_program", ["true", {"language": "python", "code": "1 / 0"}]],
+)
+def test_init_script_that_fails_fails_the_episode(start, init):
+    record = {**RECORD, "create": {"init": init}, "evaluation": {"check": "test -e /root/made"}}
+    with pytest.raises(SandboxFailed, match="an init script of the problem fails"):
+        start(problem=official.problem(record, None))
 
 
 def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start):
@@ -331,6 +420,8 @@ def test_replaced_programs_do_not_pass_an_official_check(start, check):
     environment.bash_action(
         "modules=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $modules; "
         "echo 'import os; os._exit(0)' > $modules/usercustomize.py; "
+        "for m in $(python3 -c 'import site; print(*site.getsitepackages())'); do mkdir -p $m 2>/dev/null && "
+        "echo 'import os; os._exit(0)' | tee $m/sitecustomize.py > $m/a.pth; done; "
         "for p in python3 env bash; do printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/$p; "
         "chmod +x /usr/local/bin/$p; cp /usr/local/bin/$p /usr/local/sbin/; done; mkdir -p /check; "
         "echo > /check/sitecustomize.py; echo 'raise SystemExit(0)' > site.py; cp site.py os.py"
