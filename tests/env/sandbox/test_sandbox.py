@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentrl_env import sandbox
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import HOME, cgroups, open_sandbox, seccomp
 from agentrl_env.sandbox.bubblewrap import check_available
@@ -545,12 +547,12 @@ def test_sandbox_that_its_commands_ended_for_memory_gives_results_and_no_failure
         own.run("true")
 
 
-def as_ordinary_user(code, **environment):
+def as_ordinary_user(code, cwd=None, **environment):
     """Run code as a user who may not create cgroups; return the finished process."""
     if os.geteuid() != 0:
         pytest.skip("only root can become a user without cgroups")
     # Import before dropping privileges: an ordinary user may not be able to read root's Python.
-    before = "import logging, os, agentrl_env.sandbox.bubblewrap, numpy.random\n"
+    before = "import logging, os, sys, agentrl_env.sandbox.bubblewrap, numpy.random\n"
     before += "os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
     before += "from agentrl_env.sandbox import *\nfrom agentrl_env.sandbox import cgroups\n"
     before += "assert not cgroups.find()\nlogging.basicConfig()\n"
@@ -559,7 +561,8 @@ def as_ordinary_user(code, **environment):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **environment},
+        cwd=cwd,
+        env={**os.environ, **environment} | ({"PYTHONPATH": str(cwd)} if cwd else {}),
     )
 
 
@@ -587,6 +590,16 @@ def test_best_effort_limits_are_chosen_and_announced_once(options, environment):
     assert done.stdout == "1000\n\n", done.stderr
     assert done.stderr.count("sandbox limits are best effort") == 1
     assert done.stderr.count("sandboxes use whole processors") == 1
+
+
+@needs_bubblewrap
+def test_sandbox_starts_if_its_user_can_no_longer_read_the_package(tmp_path):
+    shutil.copytree(Path(sandbox.__file__).parents[1], tmp_path / "agentrl_env")
+    tmp_path.chmod(0o700)
+    code = f"print(os.access({str(tmp_path)!r}, os.R_OK), sys.modules['agentrl_env'].__file__)\n"
+    code += "print(open_sandbox(limits='best_effort').run('echo x').stdout)"
+    done = as_ordinary_user(code, cwd=tmp_path)
+    assert done.stdout == f"False {tmp_path}/agentrl_env/__init__.py\nx\n\n", done.stderr
 
 
 @needs_bubblewrap
