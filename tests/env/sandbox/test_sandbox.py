@@ -248,27 +248,48 @@ class TestLimits:
             assert float(box.run(["python3", "-c", burn]).stdout) < 0.6
 
 
+STANDARD = ("boot", "media", "mnt", "opt", "root", "run", "srv", "sys", "var")
+"""Folders of the root that every Linux machine has and commands can write."""
+
+
 @needs_bubblewrap
 class TestIsolation:
+    @pytest.mark.parametrize(
+        "folder",
+        [*STANDARD, "var/log", "var/lib", "var/cache", "var/spool", "var/tmp", "var/run", "run/lock"],
+    )
+    def test_standard_folders_are_writable_and_belong_to_one_sandbox(self, own, folder):
+        own.run(f"mkdir /{folder}/new && echo mine >/{folder}/new/file")
+        assert own.run(f"cat /{folder}/new/file").stdout == "mine\n"
+        with small() as other:
+            assert other.run(f"ls -d /{folder}; ls /{folder}/new").stdout == f"/{folder}\n"
+            other.restore(own.snapshot())
+            assert other.run(f"cat /{folder}/new/file").stdout == "mine\n"
+
+    def test_a_file_has_one_path_and_the_layers_have_none(self, own):
+        for path in (
+            "here.marker",
+            "/var/there.marker",
+            "/usr/local/bin/local.marker",
+            "/dev/shm/shared.marker",
+        ):
+            own.write(path, "x")
+        found = own.run("find / -name '*.marker' 2>/dev/null | LC_ALL=C sort").stdout.split()
+        assert found == [
+            "/dev/shm/shared.marker",
+            f"{HOME}/here.marker",
+            "/usr/local/bin/local.marker",
+            "/var/there.marker",
+        ]
+        assert own.run("find / -name '*layers*' -not -path '/usr/*' 2>/dev/null").stdout == ""
+        descriptors = own.run(["python3", "-c", "import os; print(*os.listdir('/proc/self/fd'))"]).stdout
+        assert set(descriptors.split()) <= {"0", "1", "2", "3"}
+        assert own.run("ls /proc/self/fd/3/root /proc/1/fd/").code != 0
+
     def test_host_files_are_invisible(self, box):
         seen = set(box.run("ls -a /").stdout.split())
-        assert seen <= {
-            ".",
-            "..",
-            "bin",
-            "dev",
-            "etc",
-            "home",
-            "lib",
-            "lib32",
-            "lib64",
-            "libx32",
-            "proc",
-            "sbin",
-        } | {
-            "tmp",
-            "usr",
-        }
+        linked = {"bin", "lib", "lib32", "lib64", "libx32", "sbin"}
+        assert seen - linked == {".", "..", "dev", "etc", "home", "proc", "tmp", "usr"} | set(STANDARD)
         assert box.run("ls -a /home /tmp").stdout == "/home:\n.\n..\nagent\n\n/tmp:\n.\n..\n"
         assert box.run(["ls", str(Path(__file__).parent)]).code != 0
         assert box.run("cat /etc/shadow").code != 0
@@ -344,7 +365,7 @@ class TestIsolation:
         assert box.run("cat /proc/net/dev").stdout.count(":") == 1
 
     def test_written_files_are_invisible_outside(self, own):
-        own.run("echo mine >/usr/local/bin/mine; mkdir /opt /srv; echo mine >/opt/x; echo mine >/tmp/mine")
+        own.run("echo mine >/usr/local/bin/mine; echo mine >/opt/x; echo mine >/tmp/mine")
         assert own.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == "mine\n" * 3
         assert not Path("/usr/local/bin/mine").exists()
         assert not Path("/tmp/mine").exists()
