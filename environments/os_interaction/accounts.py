@@ -5,8 +5,10 @@ The owner of a file cannot be changed in a sandbox, so chown and chgrp only chec
 sudo run commands as the one user that there is.
 """
 
+import argparse
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -133,8 +135,29 @@ def chown(arguments):
 
 
 def su(arguments):
-    if "-c" in arguments:
-        sys.exit(subprocess.call(["/bin/bash", "-c", arguments[arguments.index("-c") + 1]]))
+    """Run a command or a shell for another user; --enter prints how a shell becomes one of that user."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--command", "--session-command")
+    parser.add_argument("-s", "--shell", default="/bin/bash")
+    parser.add_argument("-u", "--user")
+    for names in (("-l", "--login"), ("-m", "-p", "--preserve-environment"), ("--enter",)):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("words", nargs=argparse.REMAINDER if "-u" in arguments else "*")
+    given = parser.parse_intermixed_args(arguments) if "-u" not in arguments else parser.parse_args(arguments)
+    words = [word for word in given.words if word not in ("-", "--")]
+    name = given.user or (words.pop(0) if words else "root")
+    row = next((row for row in rows(PASSWD) if row[0] == name), None) or fail(f"user {name} does not exist")
+    login = given.login or "-" in given.words
+    env = {"USER": name, "LOGNAME": name, "HOME": row[5]}
+    if given.enter:
+        print("export", *(f"{key}={shlex.quote(value)}" for key, value in env.items()))
+        print(f"cd {shlex.quote(row[5])}" if login else "")
+        return
+    if login and os.path.isdir(row[5]):
+        os.chdir(row[5])
+    command = [] if given.command is None else ["-c", given.command]
+    program = words if given.user else [given.shell, *command, *words]
+    sys.exit(subprocess.call(program, env={**os.environ, **env}))
 
 
 def sudo(arguments):
@@ -150,8 +173,8 @@ def passwd(_):
 
 COMMANDS = {
     "useradd": useradd, "adduser": useradd, "groupadd": groupadd, "addgroup": groupadd, "usermod": usermod,
-    "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "sudo": sudo,
-    "passwd": passwd, "chpasswd": passwd,
+    "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "runuser": su,
+    "sudo": sudo, "passwd": passwd, "chpasswd": passwd,
 }  # fmt: skip
 if __name__ == "__main__":
     try:

@@ -11,15 +11,16 @@ import os
 import re
 import shlex
 import tarfile
+import threading
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
-from agentrl_env import Done, Environment, Message, ToolCall, tool
-from agentrl_env.errors import SandboxFailed
+from agentrl_env import Done, Environment, Message, TaskSample, ToolCall, tool
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import open_sandbox
 
-from . import checks, generator, official
+from . import checks, generator, official, shell
 from .problems import COMMANDS, Problem
 
 logger = logging.getLogger("agentrl_env")
@@ -32,6 +33,8 @@ FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""), taken=LEVELS)
 MAX_CHARS = 800
 """Maximum length of an output that is shown, as in AgentBench."""
 MAX_ANSWER = 4000
+KILLS_ALL = ("timeout", "output", "pids")
+"""Limits for which a sandbox kills the problem's own programs too; they are then started again."""
 HOME = "/home/agent"
 ROOT = {
     "cwd": "/root",
@@ -79,7 +82,7 @@ def _accounts() -> dict[str, str]:
 
 LINK_COMMANDS = (
     "cd /usr/local/sbin && chmod 755 accounts && for c in useradd adduser groupadd addgroup usermod userdel "
-    "groupdel chown chgrp su sudo passwd chpasswd; do ln -s accounts $c; done; mkdir -p /root"
+    "groupdel chown chgrp su runuser sudo passwd chpasswd; do ln -s accounts $c; done; mkdir -p /root"
 )
 
 
@@ -89,6 +92,26 @@ def _records(split: str) -> list[dict[str, object]]:
     for reason in unusable:
         logger.warning("os_interaction leaves a record out: %s", reason)
     return [{"problem": record} for record in usable]
+
+
+trials: list[tuple[threading.Event, threading.Thread]] = []
+
+
+def _try_records(environment_class, stop):
+    """Log the problems of AgentBench's files whose machine cannot be set up, until ``stop`` is set."""
+    for split in FILES:
+        for index, data in enumerate(_records(split)):
+            if stop.is_set():
+                return
+            environment = environment_class()
+            try:
+                environment.reset(TaskSample(task=environment_class.name, data=data), None)
+            except SandboxUnavailable:
+                return  # every session says so
+            except SandboxFailed as error:
+                logger.warning("os_interaction cannot set up sample %d of %s: %s", index, split, error)
+            finally:
+                environment.close()
 
 
 class OsInteraction(Environment):
@@ -110,6 +133,22 @@ class OsInteraction(Environment):
         level, name = LEVELS[split]
         return [{"level": level, "number": number} for number in generator.numbers(name)]
 
+    @classmethod
+    def startup(cls):
+        """Set up the official problems in the background, and log those that fail."""
+        if FILES:
+            stop = threading.Event()
+            trial = threading.Thread(target=_try_records, args=(cls, stop), daemon=True)
+            trials.append((stop, trial))
+            trial.start()
+
+    @classmethod
+    def shutdown(cls):
+        while trials:
+            stop, trial = trials.pop()
+            stop.set()
+            trial.join()
+
     def reset(self, sample, rng):
         self.data = sample.data
         self.problem = _problem(sample.data)
@@ -117,22 +156,26 @@ class OsInteraction(Environment):
         self.box = self._machine()
         if any(check is None for check in self.problem.checks or [self.problem]):
             self.example = self._example()
-        self._start(self.box)
+        self.shell = shell.SU if self.problem.official else ""
+        if self.problem.start:
+            self._in_shell(self.problem.start)
         return self.problem.question
 
     @tool
     def bash_action(self, script: str):
-        """Run a bash script and see its output. Files stay between scripts.
+        """Run a bash script and see its output. Files, the folder and variables stay between scripts.
 
         Args:
             script: What to run, such as "ls" or "grep -c apple notes.txt".
         """
-        done = self.box.run(script, **self._manner)
+        done, ended = self._in_shell(script)
         self.seen = done.stdout.strip()
         if not self.box.alive:
             return Done(f"{done.text}\nThe machine has died of it.")
-        text = done.text
-        return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut off)"
+        if done.killed_by in KILLS_ALL:
+            self._start(self.box)
+        text = done.text if len(done.text) <= MAX_CHARS else f"{done.text[:MAX_CHARS]}\n(cut off)"
+        return f"{text}\n(The shell has ended. The next script runs in a new one.)" if ended else text
 
     @tool
     def finish_action(self, thought: str):
@@ -182,6 +225,12 @@ class OsInteraction(Environment):
         text = "none" if slip else (self.example or self.seen or problem.answer or "").strip()
         return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
 
+    def _in_shell(self, script):
+        """Run a script in the agent's shell; return the result, and True if the shell has ended."""
+        done, state = shell.run(self.box, script, self.shell, **self._manner)
+        self.shell = (shell.SU if self.problem.official else "") if state is None else state
+        return done, state is None
+
     @property
     def _manner(self):
         return ROOT if self.problem.official else {}
@@ -199,17 +248,21 @@ class OsInteraction(Environment):
     def _matches(self, answer):
         """Search for the pattern in a sandbox: an answer could make it take hours."""
         with self._open() as machine:
-            done = machine.run([*SEARCH, self.problem.pattern, answer], env=checks.ENVIRONMENT)
+            done = machine.run([*SEARCH, self.problem.pattern, answer], cwd="/", env=checks.ENVIRONMENT)
         if done.code not in (0, FOUND_NOTHING) and not done.killed_by:
             raise SandboxFailed(f"the pattern of the problem cannot be searched for: {done.text}")
         return done.code == 0
 
     def _open(self):
-        return open_sandbox(
-            image=None if self.problem.official else IMAGE,
-            background=self.problem.start is not None,
+        official = self.problem.official
+        box = open_sandbox(
+            image=None if official else IMAGE,
+            background=official or self.problem.start is not None,
             **LIMITS,
         )
+        if official:  # AgentBench's containers have no such folder
+            box.run(["rmdir", HOME], cwd="/")
+        return box
 
     def _machine(self):
         """Open the problem's machine, with its files, as the init scripts leave it.
@@ -220,7 +273,7 @@ class OsInteraction(Environment):
         try:
             box.write_all({**(_accounts() if self.problem.official else {}), **self.problem.files})
             if self.problem.official:
-                done = box.run(LINK_COMMANDS)
+                done = box.run(LINK_COMMANDS, cwd="/")
                 if done.code != 0:
                     raise SandboxFailed(f"the commands of accounts cannot be installed: {done.text}")
             for script in self.problem.init:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.environments import agentbench
 from tests.environments.play import play
+from tests.processes import until
 
 pytestmark = pytest.mark.environments
 
@@ -271,6 +273,115 @@ def test_init_script_that_fails_fails_the_episode(start, init):
     record = {**RECORD, "create": {"init": init}, "evaluation": {"check": "test -e /root/made"}}
     with pytest.raises(SandboxFailed, match="an init script of the problem fails"):
         start(problem=official.problem(record, None))
+
+
+def test_records_that_cannot_be_set_up_are_logged_when_the_environment_starts(tmp_path, monkeypatch, caplog):
+    failing = {**RECORD, "create": {"init": "echo no space >&2; exit 4"}}
+    silent = {**RECORD, "evaluation": {"check": [None], "example": "no_such_program"}}
+    (tmp_path / "some.json").write_text(json.dumps([RECORD, failing, silent, RECORD]))
+    monkeypatch.setitem(environment_module.FILES, "some", tmp_path / "some.json")
+    OsInteraction.startup()
+    until(lambda: "sample 2 of some" in caplog.text)
+    OsInteraction.shutdown()
+    assert "cannot set up sample 1 of some: an init script of the problem fails: no space" in caplog.text
+    assert "cannot set up sample 2 of some: the example script of the problem fails" in caplog.text
+    assert caplog.text.count("cannot set up") == 2
+
+
+def bash(environment, script):
+    return environment.bash_action(script)
+
+
+@pytest.fixture
+def root(start):
+    """Start an episode in which the agent plays root, with a program that writes to /root/log."""
+    writer = "(while sleep 0.05; do echo on >> /root/log; done) > /dev/null 2>&1 &"
+    record = {**RECORD, "create": {"init": "useradd -m jack"}, "start": f"word=start; cd /tmp; {writer}"}
+    return start(problem=official.problem(record, None))
+
+
+def test_shell_keeps_folder_variables_and_functions_of_start_and_all_scripts(root):
+    assert bash(root, "echo $word; pwd") == "start\n/tmp"
+    bash(
+        root, "cd /var/log; export A='x  y'; list=(1 '2 3'); f() { echo \"f $1\"; }; alias g='f z'; umask 077"
+    )
+    bash(root, "false")
+    assert bash(root, 'pwd; echo "$A" "${list[1]}"; f 1; g; umask') == "/var/log\nx  y 2 3\nf 1\nf z\n0077"
+    assert bash(root, "cd /srv; nothing\necho $(env | grep -c ^A=)\nnothing") == (
+        "1\n/bin/bash: line 1: nothing: command not found\n"
+        "/bin/bash: line 3: nothing: command not found\n(exit code 127)"
+    )
+    assert bash(root, "cd -") == "/var/log"
+
+
+def test_generated_problems_have_one_shell_too(start):
+    environment = start(**of_family(generator.count_lines))
+    bash(environment, "mkdir deep; cd deep; x=5")
+    assert bash(environment, "pwd; echo $x") == "/home/agent/deep\n5"
+
+
+@pytest.mark.parametrize("end", ["exit 3", "kill -9 $$", "set -e; false", "exec true"])
+def test_script_that_ends_the_shell_starts_a_new_one_and_says_so(root, end):
+    assert bash(root, f"x=1; cd /srv; {end}").endswith(
+        "(The shell has ended. The next script runs in a new one.)"
+    )
+    assert bash(root, "echo [$x]; pwd") == "[]\n/root"
+
+
+def test_killed_script_leaves_the_shell_and_the_problems_programs(root, monkeypatch):
+    bash(root, "cd /srv; x=1")
+    monkeypatch.setattr(root.box, "limits", replace(root.box.limits, timeout=1.0))
+    assert "ran longer than 1 s" in bash(root, "cd /opt; x=2; sleep 100")
+    assert bash(root, "echo $x; pwd") == "1\n/srv"
+    more = "a=$(wc -l < /root/log); until [ $(wc -l < /root/log) -gt $a ]; do sleep 0.02; done; echo more"
+    monkeypatch.setattr(root.box, "limits", replace(root.box.limits, timeout=60.0))
+    assert bash(root, more) == "more"
+
+
+def test_processes_of_the_agent_run_until_the_next_script_as_in_one_shell(root):
+    bash(root, "(until [ -e go ]; do sleep 0.02; done; echo late > here) > /dev/null 2>&1 &")
+    assert bash(root, "touch go; until [ -s here ]; do sleep 0.02; done; cat here") == "late"
+
+
+def test_shell_survives_a_fork(root):
+    bash(root, "cd /srv; x='a\nb'")
+    state = root.snapshot()
+    twin = OsInteraction()
+    try:
+        twin.restore(state)
+        assert bash(twin, 'pwd; echo "$x"') == "/srv\na\nb"
+    finally:
+        twin.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("su jack -c 'echo $USER $HOME; pwd'", "jack /home/jack\n/root"),
+        ("su - jack -c pwd", "/home/jack"),
+        ("su --login --command='echo $USER' jack", "jack"),
+        ("su jack -s /bin/sh -c 'echo $LOGNAME'", "jack"),
+        ("su jack <<< 'echo in $USER'", "in jack"),
+        ("su -c 'echo $USER'", "root"),
+        ("runuser -u jack -- printenv USER", "jack"),
+        ("runuser -l jack -c pwd", "/home/jack"),
+        ("su nobody2", "su: user nobody2 does not exist\n(exit code 1)"),
+    ],
+)
+def test_su_and_runuser_run_commands_for_another_user(root, script, shown):
+    assert bash(root, f"cd /root; {script}") == shown
+
+
+def test_su_without_a_command_lasts_until_exit(root):
+    bash(root, "su - jack")
+    assert bash(root, "echo $USER; pwd") == "jack\n/home/jack"
+    bash(root, "exit")
+    assert bash(root, "echo $USER; pwd") == "root\n/root"
+
+
+def test_machine_looks_like_a_normal_one(root):
+    assert bash(root, "ls -A /home /dev/shm") == "/dev/shm:\n\n/home:\njack"
+    assert bash(root, "echo 1 > /var/log/x.conf; find / -name x.conf 2>/dev/null; true") == "/var/log/x.conf"
 
 
 def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start):
