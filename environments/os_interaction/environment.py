@@ -404,8 +404,8 @@ def _kept(state: bytes, *, official: bool) -> bytes:
     kept = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:
         for entry in old:
-            layer, _, name = entry.name.partition("/")
-            path = f"/usr/local/{name}/" if layer == "local" else f"/{name}/"
+            name = entry.name.removeprefix("root/")  # a container's snapshot has no layers
+            path = f"/usr/{name}/" if name.startswith("local/") else f"/{name}/"
             if not LOADED_FIRST.match(path) if official else path.startswith(f"{HOME}/"):
                 new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
     return kept.getvalue()
