@@ -15,8 +15,10 @@ import sys
 
 SHORT = {
     "groups": "G", "home-dir": "d", "shell": "s", "create-home": "m", "append": "a", "uid": "u", "gid": "g",
-    "remove": "r",
+    "remove": "r", "comment": "c", "password": "p", "login": "l",
 }  # fmt: skip
+LONG_WITH_VALUE = ("gecos", "home", "ingroup", "expiredate", "inactive", "skel", "key", "base-dir")
+"""Long options with a value that have no letter here."""
 PASSWD, GROUP = pathlib.Path("/etc/passwd"), pathlib.Path("/etc/group")
 
 
@@ -38,7 +40,9 @@ def parse(arguments, with_value):
     while rest:
         word = rest.pop(0)
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
+            name, equals, value = word[2:].partition("=")
+            if not equals and (name in LONG_WITH_VALUE or SHORT.get(name, " ") in with_value):
+                value = rest.pop(0) if rest else fail(f"--{name} needs a value")
             options[SHORT.get(name, name)] = value
         elif word.startswith("-") and len(word) > 1:
             for i, letter in enumerate(word[1:], 2):
@@ -81,8 +85,12 @@ def groupdel(arguments):
 
 
 def useradd(arguments):
-    options, (name, *_) = parse(arguments, "sGdugcpke")
+    options, (name, *more) = parse(arguments, "sGdugcpkefb")
     users, groups = rows(PASSWD), rows(GROUP)
+    if os.path.basename(sys.argv[0]) == "adduser":
+        if more:
+            return usermod(["-a", "-G", more[0], name])
+        options = {"m": "", "d": options.get("home", ""), "G": options.get("ingroup", ""), **options}
     if any(row[0] == name for row in users):
         fail(f"user '{name}' already exists")
     uid, home = options.get("u") or free(users), options.get("d") or f"/home/{name}"
@@ -119,6 +127,25 @@ def userdel(arguments):
     save(GROUP, [group for group in groups if group[0] != name])
     if "r" in options:
         shutil.rmtree(row[5], ignore_errors=True)
+
+
+def deluser(arguments):
+    options, (name, *more) = parse(arguments, "")
+    if more:
+        return gpasswd(["-d", name, more[0]])
+    userdel(["-r", name] if "remove-home" in options else [name])
+
+
+def gpasswd(arguments):
+    """Add (-a) or remove (-d) a member of a group."""
+    options, (group, *_) = parse(arguments, "adAM")
+    name = options.get("a") or options.get("d") or fail("only -a and -d are known here")
+    if "a" in options:
+        return usermod(["-a", "-G", group, name])
+    groups = rows(GROUP)
+    row = next((row for row in groups if row[0] == group), None) or fail(f"group '{group}' does not exist")
+    row[3] = ",".join(member for member in row[3].split(",") if member != name)
+    save(GROUP, groups)
 
 
 def chown(arguments):
@@ -174,6 +201,7 @@ def passwd(_):
 COMMANDS = {
     "useradd": useradd, "adduser": useradd, "groupadd": groupadd, "addgroup": groupadd, "usermod": usermod,
     "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "runuser": su,
+    "deluser": deluser, "delgroup": groupdel, "gpasswd": gpasswd,
     "sudo": sudo, "passwd": passwd, "chpasswd": passwd,
 }  # fmt: skip
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def _accounts() -> dict[str, str]:
 
 LINK_COMMANDS = (
     "cd /usr/local/sbin && chmod 755 accounts && for c in useradd adduser groupadd addgroup usermod userdel "
-    "groupdel chown chgrp su runuser sudo passwd chpasswd; do ln -s accounts $c; done; mkdir -p /root"
+    "deluser groupdel delgroup gpasswd chown chgrp su runuser sudo passwd chpasswd; do "
+    "ln -s accounts $c; done; mkdir -p /root"
 )
 
 
@@ -158,7 +159,8 @@ class OsInteraction(Environment):
             self.example = self._example()
         self.shell = shell.SU if self.problem.official else ""
         if self.problem.start:
-            self._in_shell(self.problem.start)
+            done, _ = self._in_shell(self.problem.start)
+            _check_not_killed(done, "start")
         return self.problem.question
 
     @tool
@@ -288,9 +290,8 @@ class OsInteraction(Environment):
     def _script(self, box, script, name):
         """Run code of the task itself; a failure is the task's and not the agent's."""
         language, code = script
-        done = box.run([*COMMANDS[language], *(["-c", code])], **self._manner)
-        if done.killed_by:
-            raise SandboxFailed(f"the {name} script of the problem was {done.note}")
+        done = box.run([*COMMANDS[language], "-c", code], timeout=checks.TIMEOUT, **self._manner)
+        _check_not_killed(done, name)
         return done
 
     def _start(self, box):
@@ -377,6 +378,11 @@ class OsInteraction(Environment):
         if check is None:
             return False
         return checks.crashed(check, done) if known else checks.defective(check, done)
+
+
+def _check_not_killed(done, name):
+    if done.killed_by:
+        raise SandboxFailed(f"the {name} script of the problem was {done.note}")
 
 
 def same_answer(right: str, given: str) -> bool:

@@ -372,6 +372,31 @@ def test_su_and_runuser_run_commands_for_another_user(root, script, shown):
     assert bash(root, f"cd /root; {script}") == shown
 
 
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        (
+            "useradd --shell /bin/zsh --uid 1500 ann && grep ^ann /etc/passwd",
+            "ann:x:1500:1500::/home/ann:/bin/zsh",
+        ),
+        ("adduser --disabled-password --gecos 'A B' ann && ls -d ~ann /home/ann", "/home/ann\n/home/ann"),
+        ("addgroup team && adduser jack team && getent group team", "team:x:1001:jack"),
+        ("groupadd team; gpasswd -a jack team; gpasswd -d jack team; getent group team", "team:x:1001:"),
+        ("usermod --append --groups sudo jack && id -nG jack", "jack sudo"),
+        ("deluser --remove-home jack; ls /home; getent passwd jack; true", "(no output)"),
+        ("useradd jack", "useradd: user 'jack' already exists\n(exit code 1)"),
+    ],
+)
+def test_commands_of_accounts_take_the_options_of_scripts(root, script, shown):
+    assert bash(root, script) == shown
+
+
+def test_start_script_that_does_not_end_fails_the_episode(start, monkeypatch):
+    monkeypatch.setitem(environment_module.LIMITS, "timeout", 1.0)
+    with pytest.raises(SandboxFailed, match="the start script of the problem was killed"):
+        start(problem=official.problem({**RECORD, "start": "sleep 100"}, None))
+
+
 def test_su_without_a_command_lasts_until_exit(root):
     bash(root, "su - jack")
     assert bash(root, "echo $USER; pwd") == "jack\n/home/jack"
