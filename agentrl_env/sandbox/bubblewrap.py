@@ -64,7 +64,8 @@ BEST_EFFORT = (
     "sandbox limits are best effort, as this process may not create cgroups: memory is limited for each "
     "process, and measured for all together, so that commands can exceed it for moments"
 )
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py").read_bytes()
+"""The supervisor's code. A server that drops its privileges later might not be able to read the file."""
 
 
 class BubblewrapSandbox(Sandbox):
@@ -320,7 +321,7 @@ def _spawn(
     limits: SandboxLimits, image: Path | None, control: socket.socket, *, limited: bool
 ) -> subprocess.Popen[bytes]:
     """Start the setup script, which waits for a line on ``control``; ``limited`` means by a cgroup."""
-    source = _memory_file("supervisor", _SUPERVISOR.read_bytes())
+    source = _memory_file("supervisor", _SUPERVISOR)
     uncounted = [
         *([] if limited else ["memfd_create"]),
         *([] if "cpu" in _groups() else ["sched_setaffinity"]),

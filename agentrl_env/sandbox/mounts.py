@@ -25,6 +25,11 @@ _ETC_FILES = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
+_FOLDERS = (
+    *("boot", "etc", "media", "mnt", "opt", "root", "run/lock", "srv", "sys"),
+    *(f"var/{name}" for name in ("backups", "cache", "lib", "local", "log", "mail", "opt", "spool", "tmp")),
+)
+"""Folders of a normal Linux machine. They are empty, and the sandbox's user owns them."""
 _INODE_BYTES = 16384
 """Bytes of disk per inode: an empty file uses about 1 KiB of the memory that ``OVERHEAD`` reserves."""
 
@@ -48,8 +53,9 @@ def command(limits: SandboxLimits, image: Path | None, *, seccomp: int | None, s
     """
     lower, upper = (image, "root") if image else (Path("/usr/local"), "local")
     python, prefix = _python(image)
-    script = _script(limits, lower, upper, etc=image is None)
-    supervise = [python, "-I", "-S", "-c", f"exec(open({source}).read())"]
+    files = next(number for number in range(3, 10) if number not in (source, seccomp))
+    script = _script(limits, lower, upper, files=files, host=image is None)
+    supervise = [python, "-I", "-S", "-c", f"exec(open({source}).read())", str(files)]
     view = ["--bind", f"{_MOUNT}/merged", "/"] if image else _host_view(limits, prefix)
     options = ["--unshare-all", *(["--share-net"] if limits.network else [])]
     options += ["--unshare-user", "--disable-userns", "--uid", str(UID), "--gid", str(UID)]
@@ -57,8 +63,8 @@ def command(limits: SandboxLimits, image: Path | None, *, seccomp: int | None, s
     options += ["--cap-drop", "ALL", *view]
     # Read-only, so that no command can lower its oom_score_adj below the supervisor's.
     options += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
-    options += ["--bind", f"{_MOUNT}/shm", "/dev/shm", "--ro-bind", f"{_MOUNT}/layers", "/dev/layers"]
-    options += ["--remount-ro", "/dev", "--perms", "1777", "--dir", "/tmp", "--dir", HOME, "--chdir", HOME]
+    options += ["--bind", f"{_MOUNT}/shm", "/dev/shm", "--remount-ro", "/dev"]
+    options += ["--perms", "1777", "--dir", "/tmp", "--dir", HOME, "--chdir", HOME]
     for name, value in BASE_ENVIRONMENT.items():
         options += ["--setenv", name, value]
     options += [] if seccomp is None else ["--seccomp", str(seccomp)]
@@ -66,9 +72,13 @@ def command(limits: SandboxLimits, image: Path | None, *, seccomp: int | None, s
     return [*namespaces, "sh", "-c", script, "setup", "bwrap", *options, "--", *supervise]
 
 
-def _script(limits: SandboxLimits, lower: Path, upper: str, *, etc: bool) -> str:
-    """Return the setup script: wait for a line on stdin, mount, then execute the arguments."""
-    work = [f"{_MOUNT}/{name}" for name in ("layers/root/etc", f"layers/{upper}", "work", "merged", "shm")]
+def _script(limits: SandboxLimits, lower: Path, upper: str, *, files: int, host: bool) -> str:
+    """Return the setup script: wait for a line on stdin, mount, then execute the arguments.
+
+    The arguments inherit the folder of the writable layers as the descriptor ``files``.
+    """
+    work = [f"{_MOUNT}/{name}" for name in (f"layers/{upper}", "work", "merged", "shm")]
+    work += [f"{_MOUNT}/layers/root/{name}" for name in (_FOLDERS if host else ())]
     work += [f"{_MOUNT}/layers/{upper}/{name}" for name in _writable(lower)]
     overlay = f"lowerdir={_option(lower)},upperdir={_MOUNT}/layers/{upper},workdir={_MOUNT}/work,userxattr"
     merged = f"{_MOUNT}/merged"
@@ -81,9 +91,12 @@ def _script(limits: SandboxLimits, lower: Path, upper: str, *, etc: bool) -> str
         )
         mount = shlex.join(["mount", "-t", "overlay", "-o", overlay, "overlay", merged])
         lines.append(f"{mount} 2>/dev/null || {{ {readonly}; }}")
-    if etc:
+    if host:
         for name, text in _ETC_FILES.items():
             lines.append(f"printf %s {shlex.quote(text)} >{_MOUNT}/layers/root/etc/{name}")
+        var = f"{_MOUNT}/layers/root/var"
+        lines += [f"chmod 1777 {var}/tmp", f"ln -s /run {var}/run", f"ln -s /run/lock {var}/lock"]
+    lines.append(f"exec {files}<{_MOUNT}/layers")
     lines.append('exec "$@"')
     return "\n".join(lines)
 

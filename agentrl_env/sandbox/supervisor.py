@@ -29,8 +29,8 @@ CHUNK = 1 << 16
 PR_SET_DUMPABLE = 4
 TICK_MS = 50
 """Milliseconds between two measurements of the memory in use, where no cgroup limits it."""
-LAYERS = "/dev/layers"
-"""Read-only view of the writable layers, without what lies below them."""
+LAYERS = int(sys.argv[1])
+"""Descriptor of the folder with the writable layers, which has no path in the sandbox."""
 OPAQUE = "AGENTRL.opaque"
 """Marks a folder that hides the lower folder of the same name."""
 
@@ -38,6 +38,7 @@ OPAQUE = "AGENTRL.opaque"
 def main() -> None:
     """Serve requests until the socket closes."""
     control = socket.socket(fileno=os.dup(0))
+    os.set_inheritable(LAYERS, False)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     awake, wake = os.pipe()
@@ -112,7 +113,7 @@ def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | 
 
 def _used() -> int:
     """Return the bytes that all commands and files use; memory shared by processes counts for each."""
-    files = os.statvfs(LAYERS)
+    files = os.fstatvfs(LAYERS)
     total = (files.f_blocks - files.f_bfree) * files.f_frsize
     for pid in os.listdir("/proc"):
         if pid.isdigit() and pid != "1":
@@ -204,14 +205,14 @@ def _snapshot(request: dict[str, Any]) -> int:
     import tarfile
 
     def recorded(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        path = os.path.join(LAYERS, entry.name)
-        if entry.isdir() and "user.overlay.opaque" in os.listxattr(path):
+        if entry.isdir() and "user.overlay.opaque" in os.listxattr(entry.name):
             entry.pax_headers = {OPAQUE: "y"}
         return None if entry.isfifo() else entry
 
+    os.fchdir(LAYERS)
     with os.fdopen(1, "wb", closefd=False) as out, tarfile.open(fileobj=out, mode="w|") as tar:
-        for layer in os.listdir(LAYERS):
-            tar.add(os.path.join(LAYERS, layer), arcname=layer, filter=recorded)
+        for layer in os.listdir():
+            tar.add(layer, filter=recorded)
     return 0
 
 

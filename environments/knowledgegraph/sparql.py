@@ -56,10 +56,25 @@ def parts(variable) -> int:
 
 
 def members(variable) -> str:
-    """Return the query of a variable's members, or of its number if it is a count."""
+    """Return the query of a variable's members, or of its number if it is a count.
+
+    As in AgentBench, an answer does not contain the entities that its variable starts from.
+    """
     if variable[0] == "count":
-        return f"SELECT (COUNT(DISTINCT ?x) AS ?n) WHERE {{ {_pattern(variable[1], '?x')} }}"
-    return f"SELECT DISTINCT ?x WHERE {{ {_pattern(variable, '?x')} }} LIMIT {MAX_ROWS + 1}"
+        return f"SELECT (COUNT(DISTINCT ?x) AS ?n) WHERE {{ {_answers(variable[1])} }}"
+    return f"SELECT DISTINCT ?x WHERE {{ {_answers(variable)} }} LIMIT {MAX_ROWS + 1}"
+
+
+def _answers(variable) -> str:
+    """Return the pattern of a variable's members without the Freebase entities that it starts from."""
+    starts = sorted(name for name in _entities(variable) if name.startswith(("m.", "g.")))
+    return _pattern(variable, "?x") + "".join(f" FILTER(?x != {iri(name)})" for name in starts)
+
+
+def _entities(variable) -> set[str]:
+    if variable[0] == "entity":
+        return {variable[1]}
+    return {name for part in variable[1:] if isinstance(part, tuple) for name in _entities(part)}
 
 
 def relations(variable) -> str:

@@ -351,6 +351,7 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
         variable, members = (operation, variable, attribute), place.extreme(members, operation, attribute)
         if len(members) > 1:
             return None
+    members = members.difference(anchors)  # as in AgentBench's final query
     if operation == "count":
         variable = ("count", variable)
     elif not 1 <= len(members) <= MAX_ANSWERS:

@@ -5,16 +5,20 @@ The owner of a file cannot be changed in a sandbox, so chown and chgrp only chec
 sudo run commands as the one user that there is.
 """
 
+import argparse
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
 
 SHORT = {
     "groups": "G", "home-dir": "d", "shell": "s", "create-home": "m", "append": "a", "uid": "u", "gid": "g",
-    "remove": "r",
+    "remove": "r", "comment": "c", "password": "p", "login": "l",
 }  # fmt: skip
+LONG_WITH_VALUE = ("gecos", "home", "ingroup", "expiredate", "inactive", "skel", "key", "base-dir")
+"""Long options with a value that have no letter here."""
 PASSWD, GROUP = pathlib.Path("/etc/passwd"), pathlib.Path("/etc/group")
 
 
@@ -36,7 +40,9 @@ def parse(arguments, with_value):
     while rest:
         word = rest.pop(0)
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
+            name, equals, value = word[2:].partition("=")
+            if not equals and (name in LONG_WITH_VALUE or SHORT.get(name, " ") in with_value):
+                value = rest.pop(0) if rest else fail(f"--{name} needs a value")
             options[SHORT.get(name, name)] = value
         elif word.startswith("-") and len(word) > 1:
             for i, letter in enumerate(word[1:], 2):
@@ -79,8 +85,12 @@ def groupdel(arguments):
 
 
 def useradd(arguments):
-    options, (name, *_) = parse(arguments, "sGdugcpke")
+    options, (name, *more) = parse(arguments, "sGdugcpkefb")
     users, groups = rows(PASSWD), rows(GROUP)
+    if os.path.basename(sys.argv[0]) == "adduser":
+        if more:
+            return usermod(["-a", "-G", more[0], name])
+        options = {"m": "", "d": options.get("home", ""), "G": options.get("ingroup", ""), **options}
     if any(row[0] == name for row in users):
         fail(f"user '{name}' already exists")
     uid, home = options.get("u") or free(users), options.get("d") or f"/home/{name}"
@@ -119,6 +129,25 @@ def userdel(arguments):
         shutil.rmtree(row[5], ignore_errors=True)
 
 
+def deluser(arguments):
+    options, (name, *more) = parse(arguments, "")
+    if more:
+        return gpasswd(["-d", name, more[0]])
+    userdel(["-r", name] if "remove-home" in options else [name])
+
+
+def gpasswd(arguments):
+    """Add (-a) or remove (-d) a member of a group."""
+    options, (group, *_) = parse(arguments, "adAM")
+    name = options.get("a") or options.get("d") or fail("only -a and -d are known here")
+    if "a" in options:
+        return usermod(["-a", "-G", group, name])
+    groups = rows(GROUP)
+    row = next((row for row in groups if row[0] == group), None) or fail(f"group '{group}' does not exist")
+    row[3] = ",".join(member for member in row[3].split(",") if member != name)
+    save(GROUP, groups)
+
+
 def chown(arguments):
     _, (owner, *paths) = parse(arguments, "")
     user, _, group = owner.replace(".", ":").partition(":")
@@ -133,8 +162,29 @@ def chown(arguments):
 
 
 def su(arguments):
-    if "-c" in arguments:
-        sys.exit(subprocess.call(["/bin/bash", "-c", arguments[arguments.index("-c") + 1]]))
+    """Run a command or a shell for another user; --enter prints how a shell becomes one of that user."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--command", "--session-command")
+    parser.add_argument("-s", "--shell", default="/bin/bash")
+    parser.add_argument("-u", "--user")
+    for names in (("-l", "--login"), ("-m", "-p", "--preserve-environment"), ("--enter",)):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("words", nargs=argparse.REMAINDER if "-u" in arguments else "*")
+    given = parser.parse_intermixed_args(arguments) if "-u" not in arguments else parser.parse_args(arguments)
+    words = [word for word in given.words if word not in ("-", "--")]
+    name = given.user or (words.pop(0) if words else "root")
+    row = next((row for row in rows(PASSWD) if row[0] == name), None) or fail(f"user {name} does not exist")
+    login = given.login or "-" in given.words
+    env = {"USER": name, "LOGNAME": name, "HOME": row[5]}
+    if given.enter:
+        print("export", *(f"{key}={shlex.quote(value)}" for key, value in env.items()))
+        print(f"cd {shlex.quote(row[5])}" if login else "")
+        return
+    if login and os.path.isdir(row[5]):
+        os.chdir(row[5])
+    command = [] if given.command is None else ["-c", given.command]
+    program = words if given.user else [given.shell, *command, *words]
+    sys.exit(subprocess.call(program, env={**os.environ, **env}))
 
 
 def sudo(arguments):
@@ -150,8 +200,9 @@ def passwd(_):
 
 COMMANDS = {
     "useradd": useradd, "adduser": useradd, "groupadd": groupadd, "addgroup": groupadd, "usermod": usermod,
-    "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "sudo": sudo,
-    "passwd": passwd, "chpasswd": passwd,
+    "userdel": userdel, "groupdel": groupdel, "chown": chown, "chgrp": chown, "su": su, "runuser": su,
+    "deluser": deluser, "delgroup": groupdel, "gpasswd": gpasswd,
+    "sudo": sudo, "passwd": passwd, "chpasswd": passwd,
 }  # fmt: skip
 if __name__ == "__main__":
     try:

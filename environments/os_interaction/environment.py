@@ -11,15 +11,16 @@ import os
 import re
 import shlex
 import tarfile
+import threading
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
-from agentrl_env import Done, Environment, Message, ToolCall, tool
-from agentrl_env.errors import SandboxFailed
+from agentrl_env import Done, Environment, Message, TaskSample, ToolCall, tool
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import open_sandbox
 
-from . import generator, official
+from . import checks, generator, official, shell
 from .problems import COMMANDS, Problem
 
 logger = logging.getLogger("agentrl_env")
@@ -32,8 +33,9 @@ FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""), taken=LEVELS)
 MAX_CHARS = 800
 """Maximum length of an output that is shown, as in AgentBench."""
 MAX_ANSWER = 4000
+KILLS_ALL = ("timeout", "output", "pids")
+"""Limits for which a sandbox kills the problem's own programs too; they are then started again."""
 HOME = "/home/agent"
-CHECKS = "/check"
 ROOT = {
     "cwd": "/root",
     "env": {
@@ -43,12 +45,6 @@ ROOT = {
     },
 }
 """How commands of AgentBench's problems run."""
-CHECK_ENV = {
-    **ROOT["env"],
-    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
-    "PYTHONNOUSERSITE": "1",
-}
-"""In a check, what the machine has comes before programs and modules that the agent may have written."""
 FOUND_NOTHING = 3
 SEARCH = ["python3", "-I", "-S", "-c",
           f"import re, sys; sys.exit(0 if re.search(*sys.argv[1:]) else {FOUND_NOTHING})"]  # fmt: skip
@@ -65,6 +61,10 @@ GROUPS = {
 """The accounts of Debian."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
 """A number, and nothing like 0644 or version 3.10."""
+LOADED_FIRST = re.compile(
+    r"/etc/ld\.so\.|/usr/local/lib/python[^/]*/[a-z]+-packages/((site|user)customize\b|[^/]*\.pth/)"
+)
+"""Files that the dynamic linker or Python runs before every program."""
 LIMITS = {"memory": "128m", "disk": "32m", "pids": 48, "timeout": 15.0, "max_output": 4000}
 
 
@@ -82,7 +82,8 @@ def _accounts() -> dict[str, str]:
 
 LINK_COMMANDS = (
     "cd /usr/local/sbin && chmod 755 accounts && for c in useradd adduser groupadd addgroup usermod userdel "
-    "groupdel chown chgrp su sudo passwd chpasswd; do ln -s accounts $c; done; mkdir -p /root"
+    "deluser groupdel delgroup gpasswd chown chgrp su runuser sudo passwd chpasswd; do "
+    "ln -s accounts $c; done; mkdir -p /root"
 )
 
 
@@ -94,12 +95,33 @@ def _records(split: str) -> list[dict[str, object]]:
     return [{"problem": record} for record in usable]
 
 
+trials: list[tuple[threading.Event, threading.Thread]] = []
+
+
+def _try_records(environment_class, stop):
+    """Log the problems of AgentBench's files whose machine cannot be set up, until ``stop`` is set."""
+    for split in FILES:
+        for index, data in enumerate(_records(split)):
+            if stop.is_set():
+                return
+            environment = environment_class()
+            try:
+                environment.reset(TaskSample(task=environment_class.name, data=data), None)
+            except SandboxUnavailable:
+                return  # every session says so
+            except SandboxFailed as error:
+                logger.warning("os_interaction cannot set up sample %d of %s: %s", index, split, error)
+            finally:
+                environment.close()
+
+
 class OsInteraction(Environment):
     """Do something with a shell on a Linux machine, or answer a question about it."""
 
     name = "os_interaction"
     splits = (*LEVELS, *FILES)
     max_turns = 8
+    tool_timeout = reset_timeout = 300.0
     box = None
     expert_noise = 0.0
     """Probability that the expert only lists the files instead of a gold command, or gives a wrong answer."""
@@ -112,31 +134,50 @@ class OsInteraction(Environment):
         level, name = LEVELS[split]
         return [{"level": level, "number": number} for number in generator.numbers(name)]
 
+    @classmethod
+    def startup(cls):
+        """Set up the official problems in the background, and log those that fail."""
+        if FILES:
+            stop = threading.Event()
+            trial = threading.Thread(target=_try_records, args=(cls, stop), daemon=True)
+            trials.append((stop, trial))
+            trial.start()
+
+    @classmethod
+    def shutdown(cls):
+        while trials:
+            stop, trial = trials.pop()
+            stop.set()
+            trial.join()
+
     def reset(self, sample, rng):
         self.data = sample.data
         self.problem = _problem(sample.data)
         self.example = self.seen = None
         self.box = self._machine()
-        for script in self.problem.init:
-            self._script(self.box, script, "init")
         if any(check is None for check in self.problem.checks or [self.problem]):
             self.example = self._example()
-        self._start(self.box)
+        self.shell = shell.SU if self.problem.official else ""
+        if self.problem.start:
+            done, _ = self._in_shell(self.problem.start)
+            _check_not_killed(done, "start")
         return self.problem.question
 
     @tool
     def bash_action(self, script: str):
-        """Run a bash script and see its output. Files stay between scripts.
+        """Run a bash script and see its output. Files, the folder and variables stay between scripts.
 
         Args:
             script: What to run, such as "ls" or "grep -c apple notes.txt".
         """
-        done = self.box.run(script, **self._manner)
+        done, ended = self._in_shell(script)
         self.seen = done.stdout.strip()
         if not self.box.alive:
             return Done(f"{done.text}\nThe machine has died of it.")
-        text = done.text
-        return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut off)"
+        if done.killed_by in KILLS_ALL:
+            self._start(self.box)
+        text = done.text if len(done.text) <= MAX_CHARS else f"{done.text[:MAX_CHARS]}\n(cut off)"
+        return f"{text}\n(The shell has ended. The next script runs in a new one.)" if ended else text
 
     @tool
     def finish_action(self, thought: str):
@@ -186,6 +227,12 @@ class OsInteraction(Environment):
         text = "none" if slip else (self.example or self.seen or problem.answer or "").strip()
         return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
 
+    def _in_shell(self, script):
+        """Run a script in the agent's shell; return the result, and True if the shell has ended."""
+        done, state = shell.run(self.box, script, self.shell, **self._manner)
+        self.shell = (shell.SU if self.problem.official else "") if state is None else state
+        return done, state is None
+
     @property
     def _manner(self):
         return ROOT if self.problem.official else {}
@@ -203,27 +250,38 @@ class OsInteraction(Environment):
     def _matches(self, answer):
         """Search for the pattern in a sandbox: an answer could make it take hours."""
         with self._open() as machine:
-            done = machine.run([*SEARCH, self.problem.pattern, answer], env=CHECK_ENV)
+            done = machine.run([*SEARCH, self.problem.pattern, answer], cwd="/", env=checks.ENVIRONMENT)
         if done.code not in (0, FOUND_NOTHING) and not done.killed_by:
             raise SandboxFailed(f"the pattern of the problem cannot be searched for: {done.text}")
         return done.code == 0
 
     def _open(self):
-        return open_sandbox(
-            image=None if self.problem.official else IMAGE,
-            background=self.problem.start is not None,
+        official = self.problem.official
+        box = open_sandbox(
+            image=None if official else IMAGE,
+            background=official or self.problem.start is not None,
             **LIMITS,
         )
+        if official:  # AgentBench's containers have no such folder
+            box.run(["rmdir", HOME], cwd="/")
+        return box
 
     def _machine(self):
-        """Open the problem's machine, with its files."""
+        """Open the problem's machine, with its files, as the init scripts leave it.
+
+        Raises SandboxFailed if an init script fails, as AgentBench ends such a sample.
+        """
         box = self._open()
         try:
             box.write_all({**(_accounts() if self.problem.official else {}), **self.problem.files})
             if self.problem.official:
-                done = box.run(LINK_COMMANDS)
+                done = box.run(LINK_COMMANDS, cwd="/")
                 if done.code != 0:
                     raise SandboxFailed(f"the commands of accounts cannot be installed: {done.text}")
+            for script in self.problem.init:
+                done = self._script(box, script, "init")
+                if done.code != 0:
+                    raise SandboxFailed(f"an init script of the problem fails: {done.text[:MAX_CHARS]}")
         except BaseException:
             box.close()
             raise
@@ -232,9 +290,8 @@ class OsInteraction(Environment):
     def _script(self, box, script, name):
         """Run code of the task itself; a failure is the task's and not the agent's."""
         language, code = script
-        done = box.run([*COMMANDS[language], *(["-c", code])], **self._manner)
-        if done.killed_by:
-            raise SandboxFailed(f"the {name} script of the problem was {done.note}")
+        done = box.run([*COMMANDS[language], "-c", code], timeout=checks.TIMEOUT, **self._manner)
+        _check_not_killed(done, name)
         return done
 
     def _start(self, box):
@@ -287,20 +344,45 @@ class OsInteraction(Environment):
                 return True
             if not any(self.problem.checks) or not (right or given):
                 return bool(right and given) and same_answer(right, given)
-        given = [(answer or "")[:MAX_ANSWER].replace("\0", "")]
-        for number, check in enumerate(self.problem.checks):
+        text = (answer or "")[:MAX_ANSWER].replace("\0", "")
+        check, done = self._first_failure(machine, text)
+        if check is None:
+            return True
+        if checks.crashed(check, done) and self._is_broken():
+            raise SandboxFailed(f"a check of the problem crashes: {done.text[-MAX_CHARS:]}")
+        return False
+
+    def _first_failure(self, machine, answer):
+        """Run the checks until one fails; return it with its result, or None twice."""
+        given = [answer]
+        for check in self.problem.checks:
             if check is None:
                 given.append(self.example)
                 continue
-            language, code = check
-            path = f"{CHECKS}/{number}"
-            machine.write(path, code)
-            alone = ["-I", "-S"] if language == "python" else []
-            done = machine.run([*COMMANDS[language], *alone, path, *given], cwd=ROOT["cwd"], env=CHECK_ENV)
+            done = checks.run(machine, check, given)
             if done.code != 0:
-                return False
+                return check, done
             given.append(done.stdout)
-        return True
+        return None, None
+
+    def _is_broken(self):
+        """Return True if the checks crash without the agent: on another machine, with the right answer.
+
+        If no script shows what is right, only a crash that the right state would not prevent counts.
+        """
+        with self._machine() as machine:
+            known = None in self.problem.checks
+            if not known and self.problem.gold:
+                known = self._script(machine, self.problem.gold, "example").code == 0
+            check, done = self._first_failure(machine, self.example or "")
+        if check is None:
+            return False
+        return checks.crashed(check, done) if known else checks.defective(check, done)
+
+
+def _check_not_killed(done, name):
+    if done.killed_by:
+        raise SandboxFailed(f"the {name} script of the problem was {done.note}")
 
 
 def same_answer(right: str, given: str) -> bool:
@@ -323,12 +405,13 @@ def _problem(data):
 def _kept(state: bytes, *, official: bool) -> bytes:
     """Return a snapshot of the agent's home; of an official problem, of all that programs do not load first.
 
-    A library that ``/etc/ld.so.preload`` names would be part of every program that checks.
+    A library that ``/etc/ld.so.preload`` names, for example, would be part of every program that checks.
     """
     kept = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:
         for entry in old:
-            path = f"/{entry.name.removeprefix('root/')}/"
-            if not path.startswith("/etc/ld.so.") if official else path.startswith(f"{HOME}/"):
+            name = entry.name.removeprefix("root/")  # a container's snapshot has no layers
+            path = f"/usr/{name}/" if name.startswith("local/") else f"/{name}/"
+            if not LOADED_FIRST.match(path) if official else path.startswith(f"{HOME}/"):
                 new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
     return kept.getvalue()

@@ -164,18 +164,32 @@ class SweRepair(Environment):
         """Run the hidden tests on the submitted sources in a fresh sandbox; return which pass.
 
         It holds neither tests nor settings of the agent, and not what is right: outcomes are compared here.
+        Raises SandboxFailed if the tests do not run to their end on the repaired library either.
         """
         sources = self._sources()
         self.box.close()
+        lines = self._outcomes(sources)
+        wanted = [json.dumps(one, sort_keys=True) for one in self.problem.expected]
+        if len(lines) < len(wanted) and len(self._outcomes(self._repaired())) < len(wanted):
+            raise SandboxFailed("the hidden tests do not run to their end, not even on the repaired library")
+        return [found == right for found, right in zip(lines + [None] * len(wanted), wanted, strict=False)]
+
+    def _outcomes(self, sources):
+        """Return the lines that the hidden tests print for a library; fewer if it ends or hangs them."""
         asked = {"folder": REPOSITORY, "library": self.problem.package, "codes": list(self.problem.hidden)}
         with open_sandbox(**GRADING) as box:
             try:
                 box.write_all({**sources, "run.py": Path(outcomes.__file__).read_text()})
             except OSError:  # the sources do not fit
-                return [False] * len(self.problem.hidden)
-            lines = box.run(["python3", "-I", "-S", "run.py"], stdin=json.dumps(asked)).stdout.splitlines()
-        wanted = [json.dumps(one, sort_keys=True) for one in self.problem.expected]
-        return [found == right for found, right in zip(lines + [None] * len(wanted), wanted, strict=False)]
+                return []
+            return box.run(["python3", "-I", "-S", "run.py"], stdin=json.dumps(asked)).stdout.splitlines()
+
+    def _repaired(self):
+        """Return the files of the repaired repository: path -> content."""
+        files = dict(self.problem.files)
+        for path, old, new in self.problem.edits:
+            files[path] = files[path].replace(old, new)
+        return {f"{REPOSITORY}/{path}": text for path, text in files.items()}
 
     def _sources(self):
         """Return the library's source files as the agent leaves them: path -> content."""

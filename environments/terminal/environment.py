@@ -99,7 +99,7 @@ class Terminal(Environment):
 
     @tool
     def shell(self, command: str):
-        """Run a command in a shell; its output is the answer. Files stay, processes do not.
+        """Run a command in a new shell in the home folder; its output is the answer. Files stay.
 
         Args:
             command: What to run, such as "ls" or "grep -c apple notes/*.txt".

@@ -125,6 +125,54 @@ def test_f1_counts_the_shared_answers_and_numbers_compare_as_numbers():
     assert official.grade(["3"], [{"answer_argument": "3.0"}]) == (True, 1.0)
 
 
+def facts(*triples):
+    """Return an embedded store; an integer object is the value of an attribute."""
+
+    def term(value):
+        return f'"{value}"^^<{sparql.XSD}integer>' if isinstance(value, int) else f"<{sparql.NS}{value}>"
+
+    lines = [f"<{sparql.NS}{one}> <{sparql.NS}{name}> {term(other)} .\n" for one, name, other in triples]
+    return sparql.EmbeddedStore(["".join(lines).encode()])
+
+
+CYCLONES = ("neighbors", ("neighbors", ("entity", "m.0marie"), "storm.category"), "category.storms")
+REGION = ("neighbors", ("entity", "m.0region"), "region.storms")
+ALL = ("neighbors", ("entity", "common.topic"), "topic.storms")
+
+
+@pytest.mark.parametrize(
+    ("variable", "found"),
+    [
+        (CYCLONES, ["m.0a", "m.0b"]),
+        (("intersection", CYCLONES, REGION), ["m.0a"]),
+        (("count", CYCLONES), ["2"]),
+        (("count", ("intersection", CYCLONES, REGION)), ["1"]),
+        (("argmin", CYCLONES, "storm.wind"), ["m.0a"]),
+        (("argmax", CYCLONES, "storm.wind"), []),  # the starting entity has the highest value
+        (("neighbors", CYCLONES, "storm.damage"), ["m.0city"]),  # reached through the starting entity alone
+        (REGION, ["m.0a", "m.0marie"]),
+        (ALL, ["common.topic", "m.0a"]),
+    ],
+)
+def test_answer_does_not_contain_the_entities_that_it_starts_from(variable, found):
+    store = facts(
+        ("m.0marie", "storm.category", "m.0five"),
+        *(("m.0five", "category.storms", storm) for storm in ("m.0marie", "m.0a", "m.0b")),
+        *(("m.0region", "region.storms", storm) for storm in ("m.0marie", "m.0a")),
+        *(("common.topic", "topic.storms", storm) for storm in ("common.topic", "m.0a")),
+        *((f"m.0{name}", "storm.wind", wind) for name, wind in (("marie", 9), ("a", 5), ("b", 7))),
+        ("m.0marie", "storm.damage", "m.0city"),
+    )
+    assert sorted(store(sparql.members(variable))) == found
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_generated_answers_do_not_contain_the_questions_entities(level):
+    for record in (question(level, index) for index in range(1000)):
+        answers = {answer["answer_argument"] for answer in record["answer"]}
+        assert answers.isdisjoint(record["entities"].values())
+
+
 # A hostile policy
 
 

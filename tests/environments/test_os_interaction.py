@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.environments import agentbench
 from tests.environments.play import play
+from tests.processes import until
 
 pytestmark = pytest.mark.environments
 
@@ -144,6 +146,8 @@ def test_development_problem_runs_with_its_own_check_or_match(start, number):
     answer = (environment.example or environment.problem.answer or "").strip()
     assert answer or (checks and None not in checks)
     assert environment.answer_action(answer).reward == 1.0
+    if number == 8 and "." in answer:
+        return  # its check cannot read a decimal point: a failure and not a wrong answer
     for wrong in [f"{answer}7", None] if number % 5 == 3 else [f"{answer}7"]:
         other = start(**data)
         assert (other.finish_action("") if wrong is None else other.answer_action(wrong)).reward == 0.0
@@ -182,6 +186,227 @@ def test_dirty_records_load_and_are_graded(start, record):
     data = {"problem": json.loads(json.dumps(official.problem(record, None)))}
     for answer, reward in (("5", 1.0), ("6", 0.0)):
         assert start(**data).answer_action(answer).reward == reward
+
+
+INTEGER = "from sys import argv\nif int(argv[1]) == int(argv[2]): exit(0)\nexit(1)"
+STRING = "from sys import argv\nif argv[1].strip() == argv[2].strip(): exit(0)\nelse: quit(1)"
+CONTAINS = "import sys\nexit(0 if sys.argv[2].strip() in sys.argv[1] else 'no')"
+
+
+@pytest.mark.parametrize(
+    ("code", "right", "wrong"),
+    [(INTEGER, " 05", "6"), (INTEGER, "5", "five"), (STRING, " 5\t", "05"), (CONTAINS, "it is 5", "6")],
+)
+def test_python_checks_have_the_builtins_of_a_normal_interpreter(start, code, right, wrong):
+    evaluation = {"check": [None, {"language": "python", "code": code}], "example": "cat a"}
+    data = {"problem": official.problem({**RECORD, "evaluation": evaluation}, None)}
+    for answer, reward in ((right, 1.0), (wrong, 0.0)):
+        assert start(**data).answer_action(answer).reward == reward
+
+
+def test_checks_get_their_arguments_as_from_agentbench(start):
+    python = "import sys\nassert sys.argv[0] == '-c' and __name__ == '__main__'\nprint(sys.argv[1] * 2)"
+    bash = 'read -r twice <<< "$2"; [ "$0 $1 $twice $PWD" = "-- 5 55 /root" ]'
+    check = [{"language": "python", "code": python}, {"code": bash}]
+    environment = start(problem=official.problem({**RECORD, "evaluation": {"check": check}}, None))
+    assert environment.answer_action("5").reward == 1.0
+
+
+def test_python_check_can_import_what_the_agent_wrote_but_no_replaced_module(start):
+    code = "import solution, textwrap\nexit(solution.double(2) != 4 or not textwrap.dedent)"
+    evaluation = {"check": {"language": "python", "code": code}}
+    data = {"problem": official.problem({**RECORD, "evaluation": evaluation}, None)}
+    for factor, reward in ((2, 1.0), (3, 0.0)):
+        environment = start(**data)
+        environment.bash_action(
+            f"echo 'double = lambda n: n * {factor}' > solution.py; echo 1/0 > textwrap.py"
+        )
+        assert environment.finish_action("done").reward == reward
+
+
+PYTHON_CRASHES = ["import no_such_module", "undefined_name", "if:", "raise RuntimeError", "int('x')"]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *({"language": "python", "code": code} for code in PYTHON_CRASHES),
+        "no_such_program",
+        "if",
+        "kill -9 $$",
+    ],
+)
+def test_check_that_crashes_fails_the_episode_and_is_no_wrong_answer(start, check):
+    evaluation = {"check": [None, check], "example": "cat a"}
+    environment = start(problem=official.problem({**RECORD, "evaluation": evaluation}, None))
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        environment.answer_action("05")
+
+
+@pytest.mark.parametrize("gold", [None, "echo 7 > b"])
+def test_check_of_a_state_is_only_broken_if_the_right_state_does_not_help(start, gold):
+    def graded(code):
+        record = {**RECORD, "evaluation": {"check": {"language": "python", "code": code}, "example": gold}}
+        return start(problem=official.problem(record, None)).finish_action("done").reward
+
+    assert graded("exit(int(open('b').read()) != 7)") == 0.0
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        graded("exit(int(open('b').read()) != 7 or undefined_name)" if gold else "undefined_name")
+
+
+def test_check_that_exceeds_its_time_fails_the_episode_unless_the_agent_is_why(start, monkeypatch):
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.checks"], "TIMEOUT", 1.0)
+    slow = {**RECORD, "evaluation": {"check": "sleep 100", "example": "echo 7 > b"}}
+    with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
+        start(problem=official.problem(slow, None)).finish_action("done")
+    program = {**RECORD, "evaluation": {"check": "bash b", "example": "echo true > b"}}
+    environment = start(problem=official.problem(program, None))
+    environment.bash_action("echo 'sleep 100' > b")
+    assert environment.finish_action("done").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "init",
+    ["touch /root/made; false", "no_such_program", ["true", {"language": "python", "code": "1 / 0"}]],
+)
+def test_init_script_that_fails_fails_the_episode(start, init):
+    record = {**RECORD, "create": {"init": init}, "evaluation": {"check": "test -e /root/made"}}
+    with pytest.raises(SandboxFailed, match="an init script of the problem fails"):
+        start(problem=official.problem(record, None))
+
+
+def test_records_that_cannot_be_set_up_are_logged_when_the_environment_starts(tmp_path, monkeypatch, caplog):
+    failing = {**RECORD, "create": {"init": "echo no space >&2; exit 4"}}
+    silent = {**RECORD, "evaluation": {"check": [None], "example": "no_such_program"}}
+    (tmp_path / "some.json").write_text(json.dumps([RECORD, failing, silent, RECORD]))
+    monkeypatch.setitem(environment_module.FILES, "some", tmp_path / "some.json")
+    OsInteraction.startup()
+    until(lambda: "sample 2 of some" in caplog.text)
+    OsInteraction.shutdown()
+    assert "cannot set up sample 1 of some: an init script of the problem fails: no space" in caplog.text
+    assert "cannot set up sample 2 of some: the example script of the problem fails" in caplog.text
+    assert caplog.text.count("cannot set up") == 2
+
+
+def bash(environment, script):
+    return environment.bash_action(script)
+
+
+@pytest.fixture
+def root(start):
+    """Start an episode in which the agent plays root, with a program that writes to /root/log."""
+    writer = "(while sleep 0.05; do echo on >> /root/log; done) > /dev/null 2>&1 &"
+    record = {**RECORD, "create": {"init": "useradd -m jack"}, "start": f"word=start; cd /tmp; {writer}"}
+    return start(problem=official.problem(record, None))
+
+
+def test_shell_keeps_folder_variables_and_functions_of_start_and_all_scripts(root):
+    assert bash(root, "echo $word; pwd") == "start\n/tmp"
+    bash(
+        root, "cd /var/log; export A='x  y'; list=(1 '2 3'); f() { echo \"f $1\"; }; alias g='f z'; umask 077"
+    )
+    bash(root, "false")
+    assert bash(root, 'pwd; echo "$A" "${list[1]}"; f 1; g; umask') == "/var/log\nx  y 2 3\nf 1\nf z\n0077"
+    assert bash(root, "cd /srv; nothing\necho $(env | grep -c ^A=)\nnothing") == (
+        "1\n/bin/bash: line 1: nothing: command not found\n"
+        "/bin/bash: line 3: nothing: command not found\n(exit code 127)"
+    )
+    assert bash(root, "cd -") == "/var/log"
+
+
+def test_generated_problems_have_one_shell_too(start):
+    environment = start(**of_family(generator.count_lines))
+    bash(environment, "mkdir deep; cd deep; x=5")
+    assert bash(environment, "pwd; echo $x") == "/home/agent/deep\n5"
+
+
+@pytest.mark.parametrize("end", ["exit 3", "kill -9 $$", "set -e; false", "exec true"])
+def test_script_that_ends_the_shell_starts_a_new_one_and_says_so(root, end):
+    assert bash(root, f"x=1; cd /srv; {end}").endswith(
+        "(The shell has ended. The next script runs in a new one.)"
+    )
+    assert bash(root, "echo [$x]; pwd") == "[]\n/root"
+
+
+def test_killed_script_leaves_the_shell_and_the_problems_programs(root, monkeypatch):
+    bash(root, "cd /srv; x=1")
+    monkeypatch.setattr(root.box, "limits", replace(root.box.limits, timeout=1.0))
+    assert "ran longer than 1 s" in bash(root, "cd /opt; x=2; sleep 100")
+    assert bash(root, "echo $x; pwd") == "1\n/srv"
+    more = "a=$(wc -l < /root/log); until [ $(wc -l < /root/log) -gt $a ]; do sleep 0.02; done; echo more"
+    monkeypatch.setattr(root.box, "limits", replace(root.box.limits, timeout=60.0))
+    assert bash(root, more) == "more"
+
+
+def test_processes_of_the_agent_run_until_the_next_script_as_in_one_shell(root):
+    bash(root, "(until [ -e go ]; do sleep 0.02; done; echo late > here) > /dev/null 2>&1 &")
+    assert bash(root, "touch go; until [ -s here ]; do sleep 0.02; done; cat here") == "late"
+
+
+def test_shell_survives_a_fork(root):
+    bash(root, "cd /srv; x='a\nb'")
+    state = root.snapshot()
+    twin = OsInteraction()
+    try:
+        twin.restore(state)
+        assert bash(twin, 'pwd; echo "$x"') == "/srv\na\nb"
+    finally:
+        twin.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("su jack -c 'echo $USER $HOME; pwd'", "jack /home/jack\n/root"),
+        ("su - jack -c pwd", "/home/jack"),
+        ("su --login --command='echo $USER' jack", "jack"),
+        ("su jack -s /bin/sh -c 'echo $LOGNAME'", "jack"),
+        ("su jack <<< 'echo in $USER'", "in jack"),
+        ("su -c 'echo $USER'", "root"),
+        ("runuser -u jack -- printenv USER", "jack"),
+        ("runuser -l jack -c pwd", "/home/jack"),
+        ("su nobody2", "su: user nobody2 does not exist\n(exit code 1)"),
+    ],
+)
+def test_su_and_runuser_run_commands_for_another_user(root, script, shown):
+    assert bash(root, f"cd /root; {script}") == shown
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        (
+            "useradd --shell /bin/zsh --uid 1500 ann && grep ^ann /etc/passwd",
+            "ann:x:1500:1500::/home/ann:/bin/zsh",
+        ),
+        ("adduser --disabled-password --gecos 'A B' ann && ls -d ~ann /home/ann", "/home/ann\n/home/ann"),
+        ("addgroup team && adduser jack team && getent group team", "team:x:1001:jack"),
+        ("groupadd team; gpasswd -a jack team; gpasswd -d jack team; getent group team", "team:x:1001:"),
+        ("usermod --append --groups sudo jack && id -nG jack", "jack sudo"),
+        ("deluser --remove-home jack; ls /home; getent passwd jack; true", "(no output)"),
+        ("useradd jack", "useradd: user 'jack' already exists\n(exit code 1)"),
+    ],
+)
+def test_commands_of_accounts_take_the_options_of_scripts(root, script, shown):
+    assert bash(root, script) == shown
+
+
+def test_start_script_that_does_not_end_fails_the_episode(start, monkeypatch):
+    monkeypatch.setitem(environment_module.LIMITS, "timeout", 1.0)
+    with pytest.raises(SandboxFailed, match="the start script of the problem was killed"):
+        start(problem=official.problem({**RECORD, "start": "sleep 100"}, None))
+
+
+def test_su_without_a_command_lasts_until_exit(root):
+    bash(root, "su - jack")
+    assert bash(root, "echo $USER; pwd") == "jack\n/home/jack"
+    bash(root, "exit")
+    assert bash(root, "echo $USER; pwd") == "root\n/root"
+
+
+def test_machine_looks_like_a_normal_one(root):
+    assert bash(root, "ls -A /home /dev/shm") == "/dev/shm:\n\n/home:\njack"
+    assert bash(root, "echo 1 > /var/log/x.conf; find / -name x.conf 2>/dev/null; true") == "/var/log/x.conf"
 
 
 def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start):
@@ -331,6 +556,8 @@ def test_replaced_programs_do_not_pass_an_official_check(start, check):
     environment.bash_action(
         "modules=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $modules; "
         "echo 'import os; os._exit(0)' > $modules/usercustomize.py; "
+        "for m in $(python3 -c 'import site; print(*site.getsitepackages())'); do mkdir -p $m 2>/dev/null && "
+        "echo 'import os; os._exit(0)' | tee $m/sitecustomize.py > $m/a.pth; done; "
         "for p in python3 env bash; do printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/$p; "
         "chmod +x /usr/local/bin/$p; cp /usr/local/bin/$p /usr/local/sbin/; done; mkdir -p /check; "
         "echo > /check/sitecustomize.py; echo 'raise SystemExit(0)' > site.py; cp site.py os.py"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import Done, EnvClient, SessionStatus, TaskSample, ToolCall, ToolError
-from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.hosting.loader import load_target
 from agentrl_env.sandbox.bubblewrap import check_available
 from tests.environments.play import play
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.environments
 
 SweRepair = load_target(str(Path(__file__).parents[2] / "environments" / "swe_repair"))
 PACKAGE = SweRepair.__module__.rpartition(".")[0]
+environment_module = sys.modules[SweRepair.__module__]
 bugs, library, problems = (sys.modules[f"{PACKAGE}.{name}"] for name in ("bugs", "library", "problems"))
 FAMILIES = sys.modules[f"{PACKAGE}.families"].FAMILIES
 try:
@@ -323,6 +324,27 @@ def test_what_is_not_the_library_does_not_count_against_a_repair(start, cheat):
     environment.bash(CHEATS[cheat])
     repair(environment)
     assert environment.submit().reward == 1.0
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import os; os._exit(0)", "raise SystemExit", "1 / 0"])
+def test_library_that_ends_or_hangs_the_hidden_tests_fails_them(start, monkeypatch, code):
+    monkeypatch.setitem(environment_module.GRADING, "timeout", 5.0)
+    environment = start()
+    environment.bash(f"echo '{code}' | tee -a {environment.problem.package}*.py */*.py > /dev/null")
+    assert environment.submit().reward == 0.0
+
+
+@pytest.mark.parametrize("program", ["no_such_name", "import time; time.sleep(100)"])
+def test_hidden_tests_that_do_not_run_fail_the_episode_and_not_the_agent(
+    start, monkeypatch, tmp_path, program
+):
+    (tmp_path / "run.py").write_text(program)
+    monkeypatch.setattr(environment_module.outcomes, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setitem(environment_module.GRADING, "timeout", 1.0)
+    environment = start()
+    repair(environment)
+    with pytest.raises(SandboxFailed, match="not even on the repaired library"):
+        environment.submit()
 
 
 def test_neither_hidden_tests_nor_the_repair_are_in_the_sandbox(start):

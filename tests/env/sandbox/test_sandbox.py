@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentrl_env import sandbox
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import HOME, cgroups, open_sandbox, seccomp
 from agentrl_env.sandbox.bubblewrap import check_available
@@ -246,27 +248,48 @@ class TestLimits:
             assert float(box.run(["python3", "-c", burn]).stdout) < 0.6
 
 
+STANDARD = ("boot", "media", "mnt", "opt", "root", "run", "srv", "sys", "var")
+"""Folders of the root that every Linux machine has and commands can write."""
+
+
 @needs_bubblewrap
 class TestIsolation:
+    @pytest.mark.parametrize(
+        "folder",
+        [*STANDARD, "var/log", "var/lib", "var/cache", "var/spool", "var/tmp", "var/run", "run/lock"],
+    )
+    def test_standard_folders_are_writable_and_belong_to_one_sandbox(self, own, folder):
+        own.run(f"mkdir /{folder}/new && echo mine >/{folder}/new/file")
+        assert own.run(f"cat /{folder}/new/file").stdout == "mine\n"
+        with small() as other:
+            assert other.run(f"ls -d /{folder}; ls /{folder}/new").stdout == f"/{folder}\n"
+            other.restore(own.snapshot())
+            assert other.run(f"cat /{folder}/new/file").stdout == "mine\n"
+
+    def test_a_file_has_one_path_and_the_layers_have_none(self, own):
+        for path in (
+            "here.marker",
+            "/var/there.marker",
+            "/usr/local/bin/local.marker",
+            "/dev/shm/shared.marker",
+        ):
+            own.write(path, "x")
+        found = own.run("find / -name '*.marker' 2>/dev/null | LC_ALL=C sort").stdout.split()
+        assert found == [
+            "/dev/shm/shared.marker",
+            f"{HOME}/here.marker",
+            "/usr/local/bin/local.marker",
+            "/var/there.marker",
+        ]
+        assert own.run("find / -name '*layers*' -not -path '/usr/*' 2>/dev/null").stdout == ""
+        descriptors = own.run(["python3", "-c", "import os; print(*os.listdir('/proc/self/fd'))"]).stdout
+        assert set(descriptors.split()) <= {"0", "1", "2", "3"}
+        assert own.run("ls /proc/self/fd/3/root /proc/1/fd/").code != 0
+
     def test_host_files_are_invisible(self, box):
         seen = set(box.run("ls -a /").stdout.split())
-        assert seen <= {
-            ".",
-            "..",
-            "bin",
-            "dev",
-            "etc",
-            "home",
-            "lib",
-            "lib32",
-            "lib64",
-            "libx32",
-            "proc",
-            "sbin",
-        } | {
-            "tmp",
-            "usr",
-        }
+        linked = {"bin", "lib", "lib32", "lib64", "libx32", "sbin"}
+        assert seen - linked == {".", "..", "dev", "etc", "home", "proc", "tmp", "usr"} | set(STANDARD)
         assert box.run("ls -a /home /tmp").stdout == "/home:\n.\n..\nagent\n\n/tmp:\n.\n..\n"
         assert box.run(["ls", str(Path(__file__).parent)]).code != 0
         assert box.run("cat /etc/shadow").code != 0
@@ -342,7 +365,7 @@ class TestIsolation:
         assert box.run("cat /proc/net/dev").stdout.count(":") == 1
 
     def test_written_files_are_invisible_outside(self, own):
-        own.run("echo mine >/usr/local/bin/mine; mkdir /opt /srv; echo mine >/opt/x; echo mine >/tmp/mine")
+        own.run("echo mine >/usr/local/bin/mine; echo mine >/opt/x; echo mine >/tmp/mine")
         assert own.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == "mine\n" * 3
         assert not Path("/usr/local/bin/mine").exists()
         assert not Path("/tmp/mine").exists()
@@ -545,12 +568,12 @@ def test_sandbox_that_its_commands_ended_for_memory_gives_results_and_no_failure
         own.run("true")
 
 
-def as_ordinary_user(code, **environment):
+def as_ordinary_user(code, cwd=None, **environment):
     """Run code as a user who may not create cgroups; return the finished process."""
     if os.geteuid() != 0:
         pytest.skip("only root can become a user without cgroups")
     # Import before dropping privileges: an ordinary user may not be able to read root's Python.
-    before = "import logging, os, agentrl_env.sandbox.bubblewrap, numpy.random\n"
+    before = "import logging, os, sys, agentrl_env.sandbox.bubblewrap, numpy.random\n"
     before += "os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
     before += "from agentrl_env.sandbox import *\nfrom agentrl_env.sandbox import cgroups\n"
     before += "assert not cgroups.find()\nlogging.basicConfig()\n"
@@ -559,7 +582,8 @@ def as_ordinary_user(code, **environment):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **environment},
+        cwd=cwd,
+        env={**os.environ, **environment} | ({"PYTHONPATH": str(cwd)} if cwd else {}),
     )
 
 
@@ -587,6 +611,16 @@ def test_best_effort_limits_are_chosen_and_announced_once(options, environment):
     assert done.stdout == "1000\n\n", done.stderr
     assert done.stderr.count("sandbox limits are best effort") == 1
     assert done.stderr.count("sandboxes use whole processors") == 1
+
+
+@needs_bubblewrap
+def test_sandbox_starts_if_its_user_can_no_longer_read_the_package(tmp_path):
+    shutil.copytree(Path(sandbox.__file__).parents[1], tmp_path / "agentrl_env")
+    tmp_path.chmod(0o700)
+    code = f"print(os.access({str(tmp_path)!r}, os.R_OK), sys.modules['agentrl_env'].__file__)\n"
+    code += "print(open_sandbox(limits='best_effort').run('echo x').stdout)"
+    done = as_ordinary_user(code, cwd=tmp_path)
+    assert done.stdout == f"False {tmp_path}/agentrl_env/__init__.py\nx\n\n", done.stderr
 
 
 @needs_bubblewrap

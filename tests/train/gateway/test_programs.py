@@ -18,6 +18,7 @@ from agentrl_train.config import RolloutSection
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway, Session
 from agentrl_train.types import Completion, Episode, EpisodeEnd, Sampling, Trajectory
+from tests.processes import until_dead
 from tests.train.fakes import CHAT, Countdown, ScriptedEngine, always
 
 EPISODE = Episode(task="questions", split="train", index=1, seed=3, draw_seed=(0, 1))
@@ -397,8 +398,7 @@ def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> Non
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); ask('x'); print(1.0)"
     )
     assert asyncio.run(play(command(code))).reward == 1.0
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    until_dead(int((tmp_path / "pid").read_text()))
 
 
 async def test_program_steps_the_session_of_a_served_task() -> None:
