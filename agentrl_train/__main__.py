@@ -1,4 +1,6 @@
-"""The commands of ``agentrl-train``: run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
+"""The commands of ``agentrl-train``.
+
+init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -46,6 +48,22 @@ def run_command(
     from agentrl_train.cli.commands import run
 
     raise typer.Exit(run(trainer))
+
+
+@app.command("plan")
+def plan_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure the speed of the model, for 20 seconds.")
+    ] = True,
+) -> None:
+    """Print memory, tokens and seconds of a run before it starts; exit with 1 if it does not fit."""
+    loaded = _load(config, overrides)
+    keep_idle_threads_quiet(loaded)
+    from agentrl_train.cli.planning import plan
+
+    raise typer.Exit(plan(loaded, measured=measured))
 
 
 @app.command("sweep")

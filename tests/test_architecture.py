@@ -71,7 +71,7 @@ LAYERS = {
         {"placement"},
         {"report"},
         {"training"},
-        {"sweep"},
+        {"sweep", "planning"},
         {"cli"},
         {"__main__"},
     ),
