@@ -37,6 +37,31 @@ Overrides = Annotated[
 ]
 
 
+@app.command("init")
+def init_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A value of model.path.")],
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK...", help="Targets to serve, or URLs of running servers."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default="the model's name", help="The file."),
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train adapters even if all weights fit into memory.")
+    ] = False,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Sample a few completions of the model.")
+    ] = True,
+) -> None:
+    """Write a configuration for a model, tasks and this machine, with a comment for every choice."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from agentrl_train.cli.initializing import init
+
+    raise typer.Exit(init(model, tasks, output=output, lora=lora, measured=measured))
+
+
 @app.command("run")
 def run_command(
     config: ConfigPath,

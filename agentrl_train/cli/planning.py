@@ -53,8 +53,8 @@ class Plan:
     learner: Mapping[str, float]
     """Bytes of the parts of the learner."""
     needs: Sequence[Need]
-    changes: Sequence[str] | None
-    """Settings with which the run fits; empty if it fits as it is, None if no known setting is enough."""
+    changes: Sequence[str]
+    """Settings with which the run fits; empty if it fits as it is, or if no known setting is enough."""
     lengths: Sequence[Lengths]
     step: StepTokens
     rates: Rates | None
@@ -98,7 +98,7 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
         engine=engine_memory(size, config.engine, sessions=config.sessions),
         learner=_learner(config, size),
         needs=places,
-        changes=changes(config, size),
+        changes=change[1] if (change := fitted(config, size)) else (),
         lengths=lengths,
         step=step_tokens(lengths, groups=rollout.groups_per_step, group_size=rollout.group_size),
         rates=_measured(config, lengths) if measured and fits(places) else None,
@@ -113,6 +113,7 @@ def memory_needs(config: RunConfig, size: ModelSize) -> list[Need]:
         engine_parts=engine_memory(size, config.engine, sessions=config.sessions),
         learner_parts=_learner(config, size),
         available=available_memory(config.engine.device),
+        gpus=torch.cuda.device_count(),
     )
 
 
@@ -121,10 +122,10 @@ def fits(places: Sequence[Need]) -> bool:
     return all(one.missing <= 0 for one in places)
 
 
-def changes(config: RunConfig, size: ModelSize) -> list[str] | None:
-    """Return settings with which a run fits; empty if it fits as it is, None if they are not enough.
+def fitted(config: RunConfig, size: ModelSize) -> tuple[RunConfig, list[str]] | None:
+    """Return a configuration that fits into memory, and its changes; None if no known setting is enough.
 
-    Settings that leave as much missing as before are omitted.
+    A configuration that fits is not changed. Settings that leave as much missing as before are not named.
     """
     places = memory_needs(config, size)
     chosen: dict[str, str] = {}
@@ -135,7 +136,7 @@ def changes(config: RunConfig, size: ModelSize) -> list[str] | None:
         before, places = places, memory_needs(config, size)
         if any(now.missing < then.missing for now, then in zip(places, before, strict=True)):
             chosen[setting.partition(" = ")[0]] = setting
-    return list(chosen.values()) if fits(places) else None
+    return (config, list(chosen.values())) if fits(places) else None
 
 
 def _learner(config: RunConfig, size: ModelSize) -> dict[str, float]:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 LORA_FACTOR = 10.0
 """Learning rate of adapters over the learning rate of all weights."""
-LORA_RANK = 16
 TURN_MARGIN, EPISODE_MARGIN = 1.5, 2.0
 """Limits of a policy over the longest turn and the longest episode of the experts."""
-FEW_VALID_CALLS = 0.5
-"""Share of valid calls below which imitation takes longer."""
+MANY_VALID_CALLS = 0.8
+"""Share of turns with a valid call from which on few updates of imitation are enough."""
+IMITATION_STEPS, FEW_IMITATION_STEPS = 30, 10
+FASTER = 1.5
+"""Times that bfloat16 must be faster than float32 to be used on a CPU."""
+LARGE_MODEL = 50e6
+"""Parameters from which on a CPU computes in bfloat16, and evaluations are short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Defaults:
 
 
 BY_SIZE = (
-    Defaults(parameters=10e6, learning_rate=5e-4, imitation_rate=3e-3, max_grad_norm=0.1),
+    Defaults(parameters=10e6, learning_rate=5e-4, imitation_rate=1e-3, max_grad_norm=0.1),
     Defaults(parameters=200e6, learning_rate=2e-5, imitation_rate=1e-4, max_grad_norm=1.0),
     Defaults(parameters=1e9, learning_rate=5e-6, imitation_rate=5e-5, max_grad_norm=1.0),
     Defaults(parameters=3e9, learning_rate=2e-6, imitation_rate=2e-5, max_grad_norm=1.0),

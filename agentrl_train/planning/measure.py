@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from agentrl_train.batch import pack
@@ -24,6 +25,8 @@ TRIED = 32
 """Tokens of the first pass, whose time the sizes of the others follow from."""
 UPDATE_COST = 5.0
 """Times that a token takes longer in an update than in a prefill, at most."""
+PRODUCT = 512
+"""Width of the matrices whose product compares dtypes."""
 SHORTEST_ROW = 64
 """Tokens of the smaller one of the two measured updates."""
 
@@ -181,3 +184,17 @@ def _episode(tokens: int, vocabulary: int, *, seed: int) -> TokenSequence:
         task="random",
         group_id=seed,
     )
+
+
+def product_rates(device: str) -> dict[str, float]:
+    """Return the floating-point operations per second of a matrix product in each dtype."""
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = (torch.randn(PRODUCT, PRODUCT, device=device).to(dtype) for _ in range(2))
+        seconds = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            (left @ right).sum().item()  # waits for a GPU
+            seconds.append(time.perf_counter() - begin)
+        rates[str(dtype).removeprefix("torch.")] = 2.0 * PRODUCT**3 / min(seconds)
+    return rates

@@ -169,14 +169,15 @@ def needs(
     engine_parts: Mapping[str, float],
     learner_parts: Mapping[str, float],
     available: float,
+    gpus: int = 2,
 ) -> list[Need]:
-    """Return the memory of each place of a run: the computer, or the GPUs of learner and engine."""
+    """Return the memory of each place of a run: this machine, or the GPUs of learner and engine."""
     sampling, training = sum(engine_parts.values()), sum(learner_parts.values())
     if engine.device == "cpu":
         return [Need(place="this machine", needed=sampling + training, available=available)]
     if engine.kind == "vllm":
         sampling = engine.vllm.memory_fraction * available
-    if layout == "shared":
+    if layout == "shared" or (layout == "separated" and gpus == 1):
         return [Need(place="the GPU", needed=sampling + training, available=available)]
     if layout == "colocated":
         return [Need(place="the GPU", needed=max(sampling, training), available=available)]

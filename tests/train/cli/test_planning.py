@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_train.cli import planning
-from agentrl_train.cli.planning import Plan, changes, make_plan, plan
+from agentrl_train.cli.planning import Plan, fitted, make_plan, plan
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.planning.measure import Rates, measure
 from agentrl_train.planning.memory import REMEDY, size_of
@@ -59,29 +59,23 @@ def test_run_that_does_not_fit_is_not_measured_and_names_the_settings_to_change(
     assert "speed" not in printed
 
 
-def test_changes_are_enough_and_none_is_named_without_need(
+def test_changes_are_enough_and_none_is_made_without_need(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_of(make_model(), REMEDY)
-    assert changes(config, size) == []
+    assert fitted(config, size) == (config, [])
     large = config.model_copy(
         update={"train": config.train.model_copy(update={"micro_batch_tokens": 65_536})}
     )
     monkeypatch.setattr(planning, "available_memory", lambda device: 0.6e9)
-    found = changes(large, size)
-    assert found is not None
-    assert len(found) == 1
-    smaller = load_value(large, found[0])
+    assert not planning.fits(planning.memory_needs(large, size))
+    changed = fitted(large, size)
+    assert changed is not None
+    smaller, settings = changed
+    assert settings == [f"train.micro_batch_tokens = {smaller.train.micro_batch_tokens}"]
     assert planning.fits(planning.memory_needs(smaller, size))
     monkeypatch.setattr(planning, "available_memory", lambda device: 1e3)
-    assert changes(large, size) is None
-
-
-def load_value(config: RunConfig, setting: str) -> RunConfig:
-    key, _, value = setting.partition(" = ")
-    assert key == "train.micro_batch_tokens"
-    train = config.train.model_copy(update={"micro_batch_tokens": int(value)})
-    return config.model_copy(update={"train": train})
+    assert fitted(large, size) is None
 
 
 def test_plan_without_a_measurement_has_no_speed(config: RunConfig) -> None:
