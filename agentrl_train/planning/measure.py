@@ -164,7 +164,9 @@ def _measure_update(
     update(SHORTEST_ROW)  # the first one allocates the optimizer's state
     short_s = update(SHORTEST_ROW)
     affordable = (budget_s - 2 * short_s) / 3 * prefill / UPDATE_COST
-    tokens = int(min(train.micro_batch_tokens, max(4 * SHORTEST_ROW, affordable)))
+    tokens = int(min(train.micro_batch_tokens, affordable))
+    if tokens < 2 * SHORTEST_ROW:  # no time for a larger one
+        return SHORTEST_ROW / short_s, 0.0
     token_s = (update(tokens) - short_s) / (tokens - SHORTEST_ROW)
     if token_s <= 0:  # too small to tell apart
         return tokens / seconds[tokens], 0.0
