@@ -1,4 +1,6 @@
-"""The commands of ``agentrl-train``: run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
+"""The commands of ``agentrl-train``.
+
+init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -35,6 +37,31 @@ Overrides = Annotated[
 ]
 
 
+@app.command("init")
+def init_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A value of model.path.")],
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK...", help="Targets to serve, or URLs of running servers."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", show_default="the model's name", help="The file."),
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train adapters even if all weights fit into memory.")
+    ] = False,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Sample a few completions of the model.")
+    ] = True,
+) -> None:
+    """Write a configuration for a model, tasks and this machine, with a comment for every choice."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from agentrl_train.cli.initializing import init
+
+    raise typer.Exit(init(model, tasks, output=output, lora=lora, measured=measured))
+
+
 @app.command("run")
 def run_command(
     config: ConfigPath,
@@ -46,6 +73,22 @@ def run_command(
     from agentrl_train.cli.commands import run
 
     raise typer.Exit(run(trainer))
+
+
+@app.command("plan")
+def plan_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure the speed of the model, for 20 seconds.")
+    ] = True,
+) -> None:
+    """Print memory, tokens and seconds of a run before it starts; exit with 1 if it does not fit."""
+    loaded = _load(config, overrides)
+    keep_idle_threads_quiet(loaded)
+    from agentrl_train.cli.planning import plan
+
+    raise typer.Exit(plan(loaded, measured=measured))
 
 
 @app.command("sweep")

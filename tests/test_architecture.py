@@ -72,7 +72,7 @@ LAYERS = {
         {"placement"},
         {"report"},
         {"training"},
-        {"sweep"},
+        {"sweep", "planning"},
         {"cli"},
         {"__main__"},
     ),

@@ -1,0 +1,82 @@
+"""Settings that suit a model by its size; docs/how-to/real-models.md has the sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LORA_FACTOR = 10.0
+"""Learning rate of adapters over the learning rate of all weights."""
+TURN_MARGIN, EPISODE_MARGIN = 1.5, 2.0
+"""Limits of a policy over the longest turn and the longest episode of the experts."""
+MANY_VALID_CALLS = 0.8
+"""Share of turns with a valid call from which on few updates of imitation are enough."""
+IMITATION_STEPS, FEW_IMITATION_STEPS = 30, 10
+FASTER = 1.5
+"""Times that bfloat16 must be faster than float32 to be used on a CPU."""
+LARGE_MODEL = 50e6
+"""Parameters from which on a CPU computes in bfloat16, and evaluations are short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """Settings of models up to a size, trained in all weights."""
+
+    parameters: float
+    """Largest number of parameters."""
+    learning_rate: float
+    imitation_rate: float
+    """Learning rate of ``agentrl-train sft``."""
+    max_grad_norm: float
+
+
+BY_SIZE = (
+    Defaults(parameters=10e6, learning_rate=5e-4, imitation_rate=1e-3, max_grad_norm=0.1),
+    Defaults(parameters=200e6, learning_rate=2e-5, imitation_rate=1e-4, max_grad_norm=1.0),
+    Defaults(parameters=1e9, learning_rate=5e-6, imitation_rate=5e-5, max_grad_norm=1.0),
+    Defaults(parameters=3e9, learning_rate=2e-6, imitation_rate=2e-5, max_grad_norm=1.0),
+    Defaults(parameters=float("inf"), learning_rate=1e-6, imitation_rate=1e-5, max_grad_norm=1.0),
+)
+
+
+def defaults_of(parameters: int, *, lora: bool) -> Defaults:
+    """Return the defaults of a model of this size."""
+    found = next(one for one in BY_SIZE if parameters <= one.parameters)
+    factor = LORA_FACTOR if lora else 1.0
+    return Defaults(
+        parameters=found.parameters,
+        learning_rate=factor * found.learning_rate,
+        imitation_rate=min(factor * found.imitation_rate, max(2e-4, found.imitation_rate)),
+        max_grad_norm=found.max_grad_norm,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Token limits of episodes."""
+
+    max_new_tokens: int
+    max_context: int
+
+
+def limits_of(
+    longest_turns: Sequence[int], longest_episodes: Sequence[int], *, max_context: int, opening: float = 0.0
+) -> Limits:
+    """Return limits with a margin over the expert's turns, within the context of the model.
+
+    Args:
+        longest_turns: tokens of the longest turn of each expert; empty without an expert.
+        longest_episodes: tokens of the longest episode of each expert.
+        max_context: longest context of the model.
+        opening: tokens of the longest opening of the tasks.
+    """
+    turn = _multiple(TURN_MARGIN * max(longest_turns), 16) if longest_turns else 256
+    episode = EPISODE_MARGIN * max(longest_episodes) if longest_episodes else 0.0
+    without_expert = 0.0 if longest_episodes else 2048.0
+    context = _multiple(max(episode, opening + 4 * turn, without_expert), 64)
+    return Limits(max_new_tokens=turn, max_context=min(context, max_context))
+
+
+def _multiple(value: float, of: int) -> int:
+    """Return the smallest multiple of a number that is not below a value."""
+    return of * -int(-value // of)

@@ -1,0 +1,38 @@
+"""Settings that suit a model by its size."""
+
+from itertools import pairwise
+
+from agentrl_train.planning.defaults import BY_SIZE, LORA_FACTOR, defaults_of, limits_of
+
+
+def test_larger_models_learn_at_lower_rates() -> None:
+    assert BY_SIZE[-1].parameters == float("inf")
+    for small, large in pairwise(BY_SIZE):
+        assert small.parameters < large.parameters
+        assert small.learning_rate > large.learning_rate
+        assert small.imitation_rate > large.imitation_rate
+
+
+def test_adapters_learn_at_ten_times_the_rate() -> None:
+    full, lora = (defaults_of(500_000_000, lora=lora) for lora in (False, True))
+    assert lora.learning_rate == LORA_FACTOR * full.learning_rate
+    assert 2e-4 >= lora.imitation_rate > full.imitation_rate
+
+
+def test_limits_have_a_margin_over_the_longest_turn_and_episode_of_the_experts() -> None:
+    limits = limits_of([28, 20], [163, 300], max_context=8192, opening=60)
+    assert limits.max_new_tokens == 48
+    assert limits.max_context == 640
+
+
+def test_context_holds_the_opening_and_several_turns() -> None:
+    assert limits_of([30], [100], max_context=8192, opening=1000).max_context >= 1000 + 4 * 45
+
+
+def test_limits_stay_within_the_context_of_the_model() -> None:
+    assert limits_of([30], [5000], max_context=2048).max_context == 2048
+
+
+def test_limits_without_an_expert_are_those_of_a_plain_configuration() -> None:
+    limits = limits_of([], [], max_context=8192, opening=100)
+    assert (limits.max_new_tokens, limits.max_context) == (256, 2048)
