@@ -56,7 +56,6 @@ def init_command(
     ] = True,
 ) -> None:
     """Write a configuration for a model, tasks and this machine, with a comment for every choice."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from agentrl_train.cli.initializing import init
 
     raise typer.Exit(init(model, tasks, output=output, lora=lora, measured=measured))
@@ -85,7 +84,6 @@ def plan_command(
 ) -> None:
     """Print memory, tokens and seconds of a run before it starts; exit with 1 if it does not fit."""
     loaded = _load(config, overrides)
-    keep_idle_threads_quiet(loaded)
     from agentrl_train.cli.planning import plan
 
     raise typer.Exit(plan(loaded, measured=measured))

@@ -433,7 +433,7 @@ class _Attempt:
         with self._trace.span(self._track, "environment"):
             result = _valid(await self._answered(session.step(message)))
         invalid_calls = int(result.metrics.get("invalid_calls", 0))
-        reply = result.messages
+        reply: Sequence[Message] = result.messages
         if invalid_calls or any(not call.function.name for call in message.tool_calls or ()):
             parser = self._chat.parser
             reply = with_syntax(reply, message, invalid_calls=invalid_calls, parser=parser, tools=tools)

@@ -214,7 +214,7 @@ async def _valid_calls(
         completion = await engine.generate(
             prompt, sampling=sampling.request(prompt, seed=seed), session_key=f"{source.task}/{seed}"
         )
-        message, _ = chat.parse(completion.token_ids, turn=1, tools=session.tools, prompt=prompt)
+        message = chat.parse(completion.token_ids, turn=1, tools=session.tools, prompt=prompt).message
         names = {tool.function.name for tool in session.tools}
         calls = message.tool_calls or ()
         return bool(calls) and all(call.function.name in names for call in calls)
