@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +70,13 @@ class EvalSettings:
         list[str] | None,
         endpoint_option(
             metavar="KEY=JSON", help="A further field of each request: max_tokens=512. Repeatable."
+        ),
+    ] = None
+    header: Annotated[
+        list[str] | None,
+        endpoint_option(
+            metavar="'NAME: VALUE'",
+            help="A further header of each request, with $VARIABLE of the environment. Repeatable.",
         ),
     ] = None
     send_seed: Annotated[
@@ -189,6 +197,7 @@ def _source(settings: EvalSettings) -> EvaluationRun | dict[str, Any]:
         "timeout": settings.model_timeout,
         "temperature": settings.temperature,
         "body": _fields(settings.body or []),
+        "headers": _headers(settings.header or []),
         "requests_per_minute": settings.requests_per_minute,
     }
 
@@ -359,6 +368,20 @@ def _print_comparison(found: Comparison) -> None:
     Console().print(table)
     if found.left_out:
         print(f"{found.left_out} samples have a result in one evaluation only and are left out.")
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    """Return headers, with variables of the environment filled in, which keeps keys off the command line."""
+    headers = {}
+    for text in given:
+        name, colon, value = text.partition(":")
+        value = os.path.expandvars(value.strip())
+        if not (colon and name.strip() and value):
+            raise AgentRLError(f"--header {text!r} is not NAME: VALUE")
+        if missing := re.search(r"\$(\w+|\{\w+\})", value):
+            raise AgentRLError(f"--header {name}: there is no variable {missing[0]}")
+        headers[name.strip()] = value
+    return headers
 
 
 def _fields(pairs: list[str]) -> dict[str, Any]:

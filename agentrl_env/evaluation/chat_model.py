@@ -16,9 +16,12 @@ from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
 
 ATTEMPTS = 5
-"""Requests for one completion, where the endpoint is busy or does not answer."""
+"""Requests for one completion, where the endpoint fails or does not answer."""
+BUSY_ATTEMPTS = 10
+"""Requests for one completion, where the endpoint has too many: four minutes without ``Retry-After``."""
 PAUSE_S = 0.5
-"""Seconds before the second request; each further pause is twice as long."""
+"""Seconds before the second request; each further pause is twice as long, up to ``MAX_OWN_PAUSE_S``."""
+MAX_OWN_PAUSE_S = 60.0
 MAX_PAUSE_S = 120.0
 """Longest pause that an endpoint can ask for with ``Retry-After``."""
 _CONTEXT = (
@@ -49,6 +52,14 @@ class ContextFull(ModelFailed):
     """The conversation does not fit into the model's context."""
 
 
+class EndpointFailed(ModelFailed):
+    """The endpoint failed, and another request may succeed; ``busy`` where it has too many requests."""
+
+    def __init__(self, message: str, *, busy: bool = False) -> None:
+        super().__init__(message)
+        self.busy = busy
+
+
 class Usage(BaseModel):
     """Tokens of one completion as the endpoint counts them; None where it does not."""
 
@@ -70,8 +81,10 @@ class Completion:
     """One answer of a model."""
 
     message: Message
+    original: Mapping[str, Any] | None = None
+    """The message with what the endpoint added to it, which later requests send back; None if unknown."""
     thought: str | None = None
-    """Thoughts that the endpoint returns beside the message; they are not sent back."""
+    """Thoughts that the endpoint returns beside the message."""
     finish_reason: str | None = None
     usage: Usage = NO_USAGE
     seconds: float = 0.0
@@ -83,17 +96,21 @@ class Completion:
 class ChatModel:
     """A model of an OpenAI-compatible endpoint. Use it as an async context manager.
 
-    Requests that fail with 408, 409, 429 or 5xx, or without an answer, are repeated; ``Retry-After`` holds
+    Requests that fail with 408, 409, 429 or 5xx, or without a completion, are repeated; ``Retry-After`` holds
     back all requests of this object.
 
     Args:
-        url: The base URL, such as ``http://127.0.0.1:8000/v1``.
+        url: The base URL, such as ``http://127.0.0.1:8000/v1``; its query is part of every request.
         model: The model's name.
         key: The API key; None sends none.
         temperature: The temperature; None leaves it to the endpoint.
         timeout: Seconds for one completion.
         requests_per_minute: Most requests that are begun in a minute, evenly spaced; None sets no limit.
         body: Further fields of each request, such as ``{"max_tokens": 512}``.
+        headers: Further headers of each request, such as ``{"api-key": "..."}``.
+
+    Raises:
+        ModelRefused: The URL, a header or the proxy of the environment cannot be used.
     """
 
     def __init__(
@@ -106,14 +123,23 @@ class ChatModel:
         timeout: float = 120.0,
         requests_per_minute: float | None = None,
         body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._url = f"{url.rstrip('/')}/chat/completions"
+        own = {"authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        try:
+            address = httpx.URL(url)
+            self._url = str(address.copy_with(path=f"{address.path.rstrip('/')}/chat/completions"))
+            self._http = httpx.AsyncClient(headers={**own, **(headers or {})}, timeout=timeout, limits=limits)
+        except (
+            ImportError,
+            ValueError,
+            httpx.InvalidURL,
+        ) as error:  # a SOCKS proxy needs a package of its own
+            raise ModelRefused(f"{url} cannot be asked: {error}") from error
         self._fields = {"model": model, **(body or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
         self._pace = Pace(60.0 / requests_per_minute if requests_per_minute else 0.0)
 
     async def __aenter__(self) -> ChatModel:
@@ -123,7 +149,12 @@ class ChatModel:
         await self._http.aclose()
 
     async def complete(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, seed: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        seed: int | None = None,
+        originals: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> Completion:
         """Return the model's next message.
 
@@ -131,36 +162,41 @@ class ChatModel:
             messages: The conversation.
             tools: The tools that the model may call.
             seed: Seed of the draw, for endpoints that know the field.
+            originals: ``Completion.original`` of messages of the model, by their position in the
+                conversation. Reasoning models need their thoughts and signatures back.
 
         Raises:
             ModelRefused: No request can succeed: the key or the model is wrong.
             ContextFull: The conversation is longer than the model's context.
             ModelFailed: The endpoint did not answer, or not with a completion.
         """
-        body: dict[str, Any] = {**self._fields, "messages": [message.wire() for message in messages]}
+        said = originals or {}
+        sent = [said.get(position) or message.wire() for position, message in enumerate(messages)]
+        body: dict[str, Any] = {**self._fields, "messages": sent}
         if tools:
             body["tools"] = [tool.model_dump(mode="json") for tool in tools]
         if seed is not None:
             body["seed"] = seed
-        problem = ""
-        for attempt in range(ATTEMPTS):
+        attempt, most = 0, ATTEMPTS
+        failure: ModelFailed | None = None
+        while attempt < most:
             if attempt:
-                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+                await asyncio.sleep(min(PAUSE_S * 2 ** (attempt - 1), MAX_OWN_PAUSE_S))
             await self._pace.wait()
             begin = time.perf_counter()
             try:
                 response = await self._http.post(self._url, json=body)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                problem = f"{self._url} did not answer: {type(error).__name__} {error}".rstrip()
-                continue
-            if response.is_success:
                 seconds = time.perf_counter() - begin
                 return _completion(self._url, response, seconds=seconds, repeats=attempt)
-            problem = f"{self._url} answered {response.status_code}: {response.text[:200]}"
-            if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                raise _refusal(response)(problem)
-            self._pace.hold(_retry_after(response))
-        raise ModelFailed(problem)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                failure = ModelFailed(f"{self._url} did not answer: {type(error).__name__} {error}".rstrip())
+            except EndpointFailed as error:
+                failure = error
+                self._pace.hold(_retry_after(response))
+                if error.busy:
+                    most = BUSY_ATTEMPTS
+            attempt += 1
+        raise ModelFailed(str(failure)) from failure
 
 
 class Pace:
@@ -190,21 +226,23 @@ def _retry_after(response: httpx.Response) -> float:
         return 0.0
 
 
-def _refusal(response: httpx.Response) -> type[ModelFailed]:
-    if response.status_code in (401, 403, 404):
-        return ModelRefused
-    text = response.text.lower()
-    return ContextFull if any(words in text for words in _CONTEXT) else ModelFailed
+def _failure(url: str, status: int, text: str) -> ModelFailed:
+    """Return the error for a status, which some endpoints send in the body of an answer of status 200."""
+    problem = f"{url} answered {status}: {text[:200]}"
+    if status in (408, 409, 429) or status >= 500:
+        return EndpointFailed(problem, busy=status == 429)
+    if status in (401, 403, 404):
+        return ModelRefused(problem)
+    return (ContextFull if any(words in text.lower() for words in _CONTEXT) else ModelFailed)(problem)
 
 
 def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: int) -> Completion:
+    if not response.is_success:
+        raise _failure(url, response.status_code, response.text)
     try:
         body = json.loads(_clean(json.dumps(response.json(), ensure_ascii=False)))
-        choice = body["choices"][0]
+        choice = _choice(url, body)
         found, finish = choice["message"], choice.get("finish_reason")
-        if finish in _NO_ANSWER:
-            reason = choice.get("error") or found.get("refusal") or "it gives no reason"
-            raise ModelFailed(f"{url} ended the answer by {finish}: {reason}"[:300])
         asked = found.get("tool_calls") or [{"function": old} for old in [found.get("function_call")] if old]
         calls = [_call(call, number) for number, call in enumerate(asked)]
         content = found.get("content")
@@ -214,6 +252,7 @@ def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: 
         message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
         return Completion(
             message=Message.model_validate(message),
+            original=_original(found, message),
             thought=thought if isinstance(thought, str) else None,
             finish_reason=finish if isinstance(finish, str) else None,
             usage=_usage(_mapping(body, "usage")),
@@ -221,10 +260,53 @@ def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: 
             repeats=repeats,
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFailed(
+        raise EndpointFailed(
             f"{url} answered something that is no chat completion: {response.text[:200]!r} "
             f"({type(error).__name__}: {error})"[:400]
         ) from error
+
+
+def _choice(url: str, body: Any) -> dict[str, Any]:
+    """Return the answer in a body. Raises ``ModelFailed`` if the endpoint put an error in its place."""
+    error, choices = body.get("error"), body.get("choices")
+    if error and not choices:
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if isinstance(code, int) and code >= 400 else 500
+        raise _failure(url, status, json.dumps(error, ensure_ascii=False))
+    choice: dict[str, Any] = choices[0]
+    finish = choice.get("finish_reason")
+    if finish in _NO_ANSWER:
+        reason = choice.get("error") or choice["message"].get("refusal") or "it gives no reason"
+        problem = f"{url} ended the answer by {finish}: {reason}"[:300]
+        raise EndpointFailed(problem) if finish == "error" else ModelFailed(problem)
+    return choice
+
+
+def _original(found: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of the model as the endpoint wants it back: with what it added, such as thoughts.
+
+    Thoughts beside a text are left out: they are of no further use, and some endpoints refuse them. Arguments
+    that are not JSON, such as those of a call that the token limit cut, would be refused as well.
+    """
+    added = {name: value for name, value in found.items() if value not in (None, [], {})}
+    added.pop("function_call", None)
+    if not message.get("tool_calls"):
+        kept = {k: v for k, v in added.items() if k not in ("reasoning_content", "tool_calls")}
+        return {**kept, **message}
+    given = found.get("tool_calls") or [{}]
+    calls = [
+        {**old, **new, "function": {**(old.get("function") or {}), **_sendable(new["function"])}}
+        for old, new in zip(given, message["tool_calls"], strict=True)
+    ]
+    return {**added, **message, "tool_calls": calls}
+
+
+def _sendable(function: Mapping[str, str]) -> Mapping[str, str]:
+    try:
+        read = isinstance(json.loads(function["arguments"]), dict)
+    except (ValueError, RecursionError):
+        read = False
+    return function if read else {**function, "arguments": "{}"}
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -233,10 +315,11 @@ def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
+    identity = call.get("id")
     return {
-        "id": call.get("id") or f"call_{number}",
+        "id": f"call_{number}" if identity in (None, "") else str(identity),
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {"name": function.get("name") or "", "arguments": arguments},
     }
 
 

@@ -6,9 +6,9 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.dataset import empty_split
@@ -70,9 +70,13 @@ def model_policy(model: ChatModel, run: EvaluationRun) -> PolicyOf:
 
     def of(index: int | str, attempt: int) -> Policy:
         seed = run.settings.episode_seed(index, attempt) if run.settings.send_seed else None
+        originals: dict[int, Mapping[str, Any]] = {}
 
         async def act(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Completion:
-            return await model.complete(messages, tools, seed=seed)
+            completion = await model.complete(messages, tools, seed=seed, originals=originals)
+            if completion.original is not None:
+                originals[len(messages)] = completion.original
+            return completion
 
         return act
 

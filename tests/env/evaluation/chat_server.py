@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -50,6 +50,8 @@ class ChatServer:
     def __init__(self, reply: Callable[[dict[str, Any]], Answer]) -> None:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.sent: list[tuple[str, Mapping[str, str]]] = []
+        """Query and headers of each request."""
         lock, served = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,10 +59,12 @@ class ChatServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                assert self.path == "/v1/chat/completions"
+                path, _, query = self.path.partition("?")
+                assert path == "/v1/chat/completions"
                 with lock:
                     served.requests.append(body)
                     served.keys.append(self.headers.get("authorization"))
+                    served.sent.append((query, {k.lower(): v for k, v in self.headers.items()}))
                 answer = reply(body)
                 status, headers = answer if isinstance(answer, tuple) else (200, {})
                 text = headers.pop("text", "try another time")

@@ -1,6 +1,7 @@
 """The client of OpenAI-compatible endpoints against a real HTTP server."""
 
 import json
+import sys
 
 import httpx
 import pytest
@@ -52,7 +53,7 @@ async def test_endpoint_that_stays_busy_fails():
     found, server = await ask((429, {}))
     assert type(found) is ModelFailed
     assert "answered 429" in str(found)
-    assert len(server.requests) == chat_model.ATTEMPTS
+    assert len(server.requests) == chat_model.BUSY_ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,85 @@ async def test_error_in_an_answer_of_status_200_is_shown():
     found, _ = await ask({"error": {"message": "the provider is down", "code": 502}})
     assert type(found) is ModelFailed
     assert "the provider is down" in str(found)
+
+
+async def test_failure_in_an_answer_of_status_200_is_repeated_and_costs_no_episode():
+    down = {"error": {"message": "the provider is down", "code": 502}}
+    broken = {"choices": [{"message": {"content": ""}, "finish_reason": "error"}]}
+    found, server = await ask(down, {"choices": []}, broken, completion(text="Yes."))
+    assert (found.message.content, found.repeats, len(server.requests)) == ("Yes.", 3, 4)
+
+
+@pytest.mark.parametrize(("code", "error"), [(401, ModelRefused), (400, ContextFull)])
+async def test_refusal_in_an_answer_of_status_200_is_not_repeated(code, error):
+    found, server = await ask({"error": {"message": "maximum context length", "code": code}})
+    assert (type(found), len(server.requests)) == (error, 1)
+
+
+async def test_query_of_the_url_and_further_headers_are_in_every_request():
+    with ChatServer(lambda body: completion(text="Yes.")) as server:
+        url = f"{server.url}?api-version=2024-10-21"
+        async with ChatModel(url, "small", headers={"api-key": "secret"}) as model:
+            await model.complete(QUESTION)
+    ((query, headers),) = server.sent
+    assert (query, headers["api-key"]) == ("api-version=2024-10-21", "secret")
+
+
+def test_proxy_that_cannot_be_used_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    with pytest.raises(ModelRefused, match="SOCKS"):
+        ChatModel("http://127.0.0.1:9/v1", "small")
+
+
+async def test_number_for_an_id_and_null_for_a_name_are_turns_of_the_model():
+    calls = [{"id": 7, "function": {"name": "look", "arguments": "{}"}}, {"function": {"name": None}}]
+    found, _ = await ask({"choices": [{"message": {"content": None, "tool_calls": calls}}]})
+    assert [(call.id, call.function.name) for call in found.message.tool_calls] == [
+        ("7", "look"),
+        ("call_1", ""),
+    ]
+
+
+SIGNED = {
+    "id": "call_a",
+    "type": "function",
+    "index": 0,
+    "function": {"name": "look", "arguments": "{}"},
+    "extra_content": {"google": {"thought_signature": "c2ln"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "sent_back"),
+    [
+        (
+            {"reasoning_content": "I must look.", "tool_calls": [SIGNED], "refusal": None, "annotations": []},
+            {"content": None, "reasoning_content": "I must look.", "tool_calls": [SIGNED]},
+        ),
+        (
+            {"content": "Hm.", "reasoning_details": [{"data": "x"}], "tool_calls": [SIGNED]},
+            {"content": "Hm.", "reasoning_details": [{"data": "x"}], "tool_calls": [SIGNED]},
+        ),
+        ({"content": "Hi.", "reasoning_content": "A text.", "tool_calls": []}, {"content": "Hi."}),
+        (
+            {"tool_calls": [SIGNED | {"function": {"name": "look", "arguments": '{"to": "th'}}]},
+            {"content": None, "tool_calls": [SIGNED]},
+        ),
+        (
+            {"tool_calls": [SIGNED | {"function": {"name": "look", "arguments": "[1]"}}]},
+            {"content": None, "tool_calls": [SIGNED]},
+        ),
+    ],
+    ids=["thought and signature", "details", "thought beside a text", "call that was cut", "list"],
+)
+async def test_message_is_sent_back_as_the_endpoint_wants_it(said, sent_back):
+    answers = [{"choices": [{"message": {"role": "assistant"} | said}]}, completion(text="Yes.")]
+    with ChatServer(lambda body: answers.pop(0)) as server:
+        async with ChatModel(server.url, "small") as model:
+            first = await model.complete(QUESTION)
+            await model.complete([*QUESTION, first.message], originals={1: first.original})
+    assert server.requests[1]["messages"][1] == {"role": "assistant"} | sent_back
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,37 @@ def test_body_and_temperature_are_sent(cli):
     assert (code, "give KEY=JSON" in err) == (1, True)
 
 
+def test_headers_are_sent_with_variables_of_the_environment(cli, monkeypatch):
+    monkeypatch.setenv("AZURE_KEY", "secret")
+    with ChatServer(play_sums) as server:
+        command = ["eval", TARGET, *endpoint(server.url), "--samples", 2]
+        assert cli(*command, "--header", "api-key: $AZURE_KEY", "--header", "x-team: rl")[0] == 0
+        code, _, err = cli(*command, "--header", "api-key: $AZURE_KEZ")
+    assert (code, "there is no variable $AZURE_KEZ" in err) == (1, True)
+    assert {(headers["api-key"], headers["x-team"]) for _, headers in server.sent} == {("secret", "rl")}
+
+
+def test_thoughts_of_a_turn_with_calls_are_sent_back(cli):
+    with ChatServer(play_sums) as server:
+        assert cli("eval", TARGET, *endpoint(server.url), "--samples", 3)[0] == 0
+    later = [body["messages"][1] for body in server.requests if len(body["messages"]) > 1]
+    assert [message["reasoning_content"] for message in later] == ["I must look <first>."] * 3
+
+
+def test_call_that_the_token_limit_cut_is_a_turn_of_the_model(cli):
+    def reply(body):
+        if len(body["messages"]) > 1:
+            return play_sums(body)
+        function = {"name": "look", "arguments": '{"reason": "bec'}
+        cut = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+        return {"choices": [{"message": cut, "finish_reason": "length"}]}
+
+    with ChatServer(reply) as server:
+        assert cli("eval", TARGET, *endpoint(server.url), "--samples", 2)[0] == 0
+    second = next(body for body in server.requests if len(body["messages"]) > 1)
+    assert json.loads(second["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
 def test_recorded_messages_are_graded_again_without_a_model(cli):
     with ChatServer(lambda body: play_sums(body, lambda a: a % 2 == 0)) as server:
         cli("eval", TARGET, *endpoint(server.url), "--samples", 10, "--attempts", 2, "-o", "first")
