@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -59,6 +60,9 @@ def main() -> None:
     """Run the command line; known errors print one line and exit with 1, usage errors with 2."""
     command = typer.main.get_command(app)
     command.rich_markup_mode = None  # type: ignore[attr-defined]  # plain usage errors; help keeps its panels
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # without UTF-8 a terminal loses only single characters
     try:
         command()
     except AgentRLError as error:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -291,6 +292,9 @@ def _run(command: Callable[[], Any]) -> int:
 
 def main() -> None:
     """Run the command line; a known error prints its message to stderr and exits with status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # without UTF-8 a terminal loses only single characters
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     sys.exit(_run(app))
 

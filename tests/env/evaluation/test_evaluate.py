@@ -373,6 +373,16 @@ def test_call_that_the_token_limit_cut_is_a_turn_of_the_model(cli):
     assert json.loads(second["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
+def test_terminal_without_utf8_shows_the_table(tmp_path):
+    with ChatServer(play_sums) as server:
+        command = [sys.executable, "-m", "agentrl_env", "eval", TARGET, "--samples", "2"]
+        command += endpoint(server.url)
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+        done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, check=True)
+    assert b"success" in done.stdout
+    assert b"Traceback" not in done.stderr
+
+
 def test_recorded_messages_are_graded_again_without_a_model(cli):
     with ChatServer(lambda body: play_sums(body, lambda a: a % 2 == 0)) as server:
         cli("eval", TARGET, *endpoint(server.url), "--samples", 10, "--attempts", 2, "-o", "first")
