@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,7 +18,8 @@ class LoopThread:
     """Runs coroutines from synchronous code; the thread starts with the first one.
 
     Because the loop has its own thread, this works while another event loop is running, as in a
-    notebook or an async test. ``stop()`` may be called at any time and repeatedly.
+    notebook or an async test. ``stop()`` may be called at any time and repeatedly. A fork copies the loop and
+    its connections but no thread: there only an object that has not been used before the fork works.
     """
 
     def __init__(self, name: str = "agentrl-env-client") -> None:
@@ -26,6 +28,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._process = 0
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine and return its result.
@@ -33,7 +36,7 @@ class LoopThread:
         Raises:
             TimeoutError: There was no result within ``timeout`` seconds. The coroutine is cancelled,
                 which has no effect while it blocks the loop.
-            ClientClosed: ``close()`` was called.
+            ClientClosed: ``close()`` was called, or this process was forked from one that uses the loop.
         """
         try:
             loop = self._start()
@@ -65,7 +68,7 @@ class LoopThread:
         """Cancel the running tasks and end the thread, waiting at most ``grace`` seconds."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
+        if loop is None or thread is None or self._process != os.getpid():
             return
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
@@ -75,7 +78,13 @@ class LoopThread:
         with self._lock:
             if self._closed:
                 raise ClientClosed("the client is closed; make another")
+            if self._loop is not None and self._process != os.getpid():
+                raise ClientClosed(
+                    "the client was used before this process was forked, and its connections belong to the "
+                    "parent: make another client here, or start processes with 'spawn'"
+                )
             if self._loop is None:
+                self._process = os.getpid()
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
                     target=_run_loop, args=(self._loop,), name=self._name, daemon=True

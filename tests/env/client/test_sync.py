@@ -1,5 +1,8 @@
 import asyncio
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from agentrl_env.launch.process import ServerProcess
 from tests.env.tasks import Guess, Quick, Slow
 
 TASKS = "tests/env/tasks.py"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +198,33 @@ def test_environment_session_releases_everything_if_it_cannot_be_opened():
     with pytest.raises(UnknownSample):
         Quick.session(index=99)
     assert client_threads() == before
+
+
+FORKED = """
+import os, sys
+from agentrl_env import EnvClient
+from agentrl_env.errors import ClientClosed
+from tests.env.tasks import Guess
+
+client = EnvClient.local_sync(Guess)
+client.tasks()
+if os.fork():
+    client.close()
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+try:
+    client.tasks()
+except ClientClosed as error:
+    assert "forked" in str(error)
+    client.close()
+    with EnvClient.local_sync(Guess) as own:
+        assert "guess" in own.tasks()
+    os._exit(0)
+os._exit(1)
+"""
+
+
+def test_client_of_the_parent_is_refused_in_a_forked_process():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
