@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: setup train test slow environments bridges docker vllm gpu ray faults fuzz hostile chaos soak lint bench paper docs clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu ray faults fuzz hostile chaos soak lint bench paper docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -138,3 +138,6 @@ $(VENV)/.docs: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(HARBOR) site
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
