@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 URL, TOKEN = "http://127.0.0.1:8000", "SECRET"
-FILE_ENDINGS = {"py", "toml", "jsonl", "json", "html"}
+FILE_ENDINGS = {"py", "toml", "jsonl", "json", "html", "txt"}
 SECTIONS = {name for name in RunConfig.model_fields if name != "environments"}
 COMMANDS = {
     "agentrl-env": typer.main.get_command(environment_app),
