@@ -146,7 +146,7 @@ def test_state_is_sharded_over_ranks_and_parameters_written_once(
     ranked: Mapping[str, Facts], folder: Path
 ) -> None:
     written = folder / "twenty steps"
-    files = sorted((written / "learner").iterdir())
+    files = sorted((written / "learner" / "optimizer").iterdir())
     assert [path.name for path in files] == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert len(list((written / "model").glob("*.safetensors"))) == 1
     sizes = [path.stat().st_size for path in files]

@@ -65,7 +65,7 @@ def test_distillation_of_a_run_that_cannot_work_is_refused(tmp_path: Path) -> No
     done = finish(config, *chosen)
     assert "give teachers, such as" in done.stderr
     done = finish(config, *chosen, "algorithm.distill.teachers={vowels = 'gone'}")
-    assert "algorithm.distill.teachers.vowels: there is no folder" in done.stderr
+    assert "algorithm.distill.teachers.vowels: there is no" in done.stderr
     done = finish(config, *chosen, "algorithm.distill.teachers={consonants = 'model'}")
     assert "'consonants', which is not a task of this run" in done.stderr
     starter = Path(__file__).parents[3] / "examples/quickstart/starter"
