@@ -35,8 +35,10 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def critic_state(run: Path) -> dict[str, torch.Tensor]:
-    newest = max((run / "checkpoints").iterdir())
-    found = load_file(newest / "critic" / "learner" / "rank-00000.safetensors")
+    state = max((run / "checkpoints").iterdir()) / "critic" / "learner"
+    found = load_file(state / "rank-00000.safetensors") | load_file(
+        state / "optimizer" / "rank-00000.safetensors"
+    )
     return {name: value for name, value in found.items() if name.startswith(("weights/", "optimizer/"))}
 
 
