@@ -17,7 +17,6 @@ pytestmark = pytest.mark.faults
 
 STEPS, SAMPLES = 8, 6
 OPTIONS = (
-    "eval.concurrent=true",
     "eval.concurrent.max_sessions=2",
     f"eval.samples={SAMPLES}",
     f"run.steps={STEPS}",
