@@ -14,6 +14,8 @@ LOW_ENTROPY = 0.05
 """Nats a token below which siblings hardly differ."""
 MOST_AGREE = 0.5
 """Share of groups without a signal above which low entropy is reported."""
+SOLVED = 0.5
+"""Success from which groups agree because they succeed, and low entropy is not reported."""
 HIGH_ENTROPY = 2.0
 """Nats a token above which tool calls are mostly noise."""
 HIGH_GRAD_NORM = 100.0
@@ -53,7 +55,8 @@ def unhealthy(
     """
     entropy, norm = metrics.get("entropy"), metrics.get("grad_norm", 0.0)
     agreeing = sum(len({round(one.reward, 6) for one in group.trajectories}) == 1 for group in groups)
-    if entropy is not None and entropy < LOW_ENTROPY and agreeing > MOST_AGREE * len(groups):
+    unsolved = metrics.get("success", 0.0) < SOLVED
+    if unsolved and entropy is not None and entropy < LOW_ENTROPY and agreeing > MOST_AGREE * len(groups):
         yield (
             "low entropy",
             f"the entropy of the policy is {entropy:.2g} nats a token, and in {agreeing} of {len(groups)} "

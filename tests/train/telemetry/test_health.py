@@ -38,6 +38,7 @@ AGREE, DIFFER = group(1.0, 1.0), group(0.0, 1.0)
     ("metrics", "groups", "problems"),
     [
         ({"entropy": 0.02}, [AGREE, AGREE, DIFFER], ["low entropy"]),
+        ({"entropy": 0.02, "success": 0.8}, [AGREE, AGREE, DIFFER], []),
         ({"entropy": 0.02}, [AGREE, DIFFER], []),
         ({"entropy": 0.06}, [AGREE, AGREE], []),
         ({"entropy": 2.5}, [DIFFER], ["high entropy"]),
