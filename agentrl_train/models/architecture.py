@@ -97,6 +97,10 @@ def hiding(
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
+FEW_QUERIES = 64
+"""Queries of a sequence up to which grouped heads are faster; masks of more are costly to repeat."""
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -121,7 +125,8 @@ def attend(
         sinks: share of each head that attends to nothing (gpt-oss).
     """
     if softcap is None and sinks is None:
-        if query.device.type == "cpu" and not is_causal and query.shape[1] != key.shape[1]:
+        grouped = query.shape[1] != key.shape[1]
+        if query.device.type == "cpu" and grouped and not is_causal and query.shape[2] <= FEW_QUERIES:
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
         return scaled_dot_product_attention(
             query,

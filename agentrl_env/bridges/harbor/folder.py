@@ -32,7 +32,7 @@ SECTIONS = {
     "solution": {"env"},
     "": {"version", "schema_version", "task", "metadata", "source"},
 }
-"""Sections of ``task.toml`` with the keys that are followed. Those of the top level describe the task."""
+"""The supported keys of each section of ``task.toml``. Top-level keys describe the task."""
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verifier.user": ("root", "0"),
     "verifier.environment_mode": ("shared",),
@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "verifier.environment": "an environment of its own for the tests",
     "verifier.environment_mode": "an environment of its own for the tests",
 }
-"""The meaning of keys that are not followed, for the reason that their task is left out."""
+"""What each unsupported key asks for, named in the log when its task is omitted."""
 FILES = {
     "environment/docker-compose.yaml": "several containers",
     "environment/docker-compose.yml": "several containers",
@@ -124,7 +124,7 @@ class HarborTask:
     verifier_network: bool = True
     """True if the tests may."""
     workdir: str | None = None
-    """Working folder of every command; None for that of the image."""
+    """Working folder of every command; None uses the one of the image."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command."""
     user: str | None = None

@@ -270,7 +270,7 @@ def rewards(text: bytes, scalar: bytes | None = None) -> tuple[float, dict[str, 
             null, are passed over.
         scalar: content of ``reward.txt``, if there is one: the reward of an object without "reward".
 
-    Raises ValueError where there is no reward.
+    Raises ValueError if there is no reward.
     """
     value = json.loads(text)
     named = value if isinstance(value, dict) else {"reward": value}
