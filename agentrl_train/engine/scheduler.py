@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
-from agentrl_train.engine.reuse import Drafts, PrefixIndex, shared_prefix
+from agentrl_train.engine.cache import ATTENTION, Drafts, Group, Pass, PrefixIndex, SlotCache, shared_prefix
 from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import Completion, SamplingParams
 

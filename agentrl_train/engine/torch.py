@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.reuse import Drafts
+from agentrl_train.engine.cache import Drafts
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
 from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
 from agentrl_train.models.architecture import has_masks, layer_kinds

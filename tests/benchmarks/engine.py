@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl_train.engine.kv_cache import ATTENTION, Group, Pass, SlotCache
+from agentrl_train.engine.cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.types import SamplingParams, Threads
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_train.engine.reuse import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex, shared_prefix
+from agentrl_train.engine.cache import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex, shared_prefix
 from agentrl_train.engine.scheduler import Request, Scheduler
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
@@ -40,7 +40,7 @@ def play(
 
     New weights are loaded in the middle of completions.
     """
-    monkeypatch.setattr("agentrl_train.engine.reuse.MOST", most)
+    monkeypatch.setattr("agentrl_train.engine.cache.MOST", most)
     scheduler = Scheduler(deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100)
     draw, done, passes = random.Random(1), {}, 0
     opening = [draw.randrange(5, 60) for _ in range(40)]
