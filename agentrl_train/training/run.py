@@ -34,7 +34,7 @@ from agentrl_train.storage.checkpoint import (
     save_checkpoint,
 )
 from agentrl_train.storage.checkpoint import steps as checkpoint_steps
-from agentrl_train.telemetry.health import Health
+from agentrl_train.telemetry.diagnosis import Diagnosis
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import open_sinks
@@ -42,7 +42,6 @@ from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.training.admission import AdmittedGroup
 from agentrl_train.training.curriculum import Curriculum
-from agentrl_train.training.diagnosis import Diagnosis
 from agentrl_train.training.evaluation import Evaluation, Evaluations
 from agentrl_train.training.loop import Loop
 from agentrl_train.training.observer import Observer
@@ -185,8 +184,11 @@ class Run:
         state = resumed.loop if resumed else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
-        self._diagnosis = Diagnosis(policy.chat, by_turn=trainer.algorithm.credit.name == "turn")
-        self._health = Health(max_grad_norm=policy.learner.settings.max_grad_norm)
+        self._diagnosis = Diagnosis(
+            policy.chat,
+            by_turn=trainer.algorithm.credit.name == "turn",
+            max_grad_norm=policy.learner.settings.max_grad_norm,
+        )
         self._started = time.monotonic()
         device = str(policy.learner.device)
         self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
@@ -289,7 +291,6 @@ class Run:
         self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
         self._diagnosis.examine(step, trained)
-        self._health.examine(trained, step.groups)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}

@@ -34,8 +34,8 @@ from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.critics.values import ESTIMATORS
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
+from agentrl_train.telemetry.diagnosis import turn_rewards_warning
 from agentrl_train.training.compose import learner_options
-from agentrl_train.training.diagnosis import turn_rewards_warning
 from tests.train.learner.test_learner import made, qwen
 from tests.train.test_credit import rewarded
 from tests.train.test_regions import six

@@ -10,6 +10,7 @@ from rich.console import Console
 from agentrl_env.evaluation.statistics import wilson_interval
 from agentrl_env.types import Message, TaskSample, ToolCall
 from agentrl_train.errors import RunFolderError
+from agentrl_train.telemetry.diagnosis import large_step_warning, no_signal_warning
 from agentrl_train.telemetry.metrics import (
     MetricsLog,
     read_jsonl,
@@ -17,7 +18,6 @@ from agentrl_train.telemetry.metrics import (
 )
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import ScalarWriter
-from agentrl_train.training.diagnosis import large_step_warning, no_signal_warning
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 

@@ -14,8 +14,8 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import ModelSection, RolloutSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.models.loading import chat_format
+from agentrl_train.telemetry.diagnosis import Diagnosis, cut_turns_warnings, no_calls_warning
 from agentrl_train.tool_calls import PARSERS
-from agentrl_train.training.diagnosis import Diagnosis, cut_turns_warnings, no_calls_warning
 from agentrl_train.training.template_check import check_format, check_sessions, describe_completions
 from agentrl_train.types import Sampling, Step, TaskSource, TrajectoryGroup
 from tests.tiny_models import CHAT_TEMPLATE, make_model, make_tokenizer
@@ -180,7 +180,7 @@ async def test_many_turns_cut_by_the_token_limit_give_one_warning_per_task(
     assert cut_turns_warnings([whole]) == {}
     (warning,) = cut_turns_warnings([cut]).values()
     assert warning.startswith("100% of the turns of countdown were cut off by engine.max_new_tokens")
-    diagnosis = Diagnosis(chat, by_turn=False)
+    diagnosis = Diagnosis(chat, by_turn=False, max_grad_norm=1.0)
     step = Step(groups=[cut])
     for _ in range(2):
         diagnosis.examine(step, {"loss_tokens": 1.0})

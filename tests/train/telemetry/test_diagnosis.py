@@ -3,8 +3,10 @@
 import pytest
 
 from agentrl_env.types import Message, TaskSample
-from agentrl_train.telemetry.health import Health, unhealthy
-from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
+from agentrl_train.chat import ChatFormat
+from agentrl_train.telemetry.diagnosis import Diagnosis, unhealthy
+from agentrl_train.types import Completion, EpisodeEnd, Step, Trajectory, TrajectoryGroup, Turn
+from tests.tiny_models import make_tokenizer
 
 
 def group(*rewards: float, invalid_calls: int = 0) -> TrajectoryGroup:
@@ -62,7 +64,7 @@ def test_low_entropy_without_signal_names_the_settings_that_help() -> None:
 
 
 def test_repeated_problem_is_logged_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
-    health = Health(max_grad_norm=1.0)
+    diagnosis = Diagnosis(ChatFormat(make_tokenizer()), by_turn=False, max_grad_norm=1.0)
     for _ in range(9):
-        health.examine({"entropy": 3.0}, [DIFFER])
+        diagnosis.examine(Step(groups=[]), {"entropy": 3.0, "loss_tokens": 1.0})
     assert len(caplog.records) == 4

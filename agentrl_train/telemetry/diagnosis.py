@@ -1,22 +1,34 @@
-"""Warnings about a run that learns nothing or too fast, with likely causes and the setting to change."""
+"""Warnings about a run that learns nothing, too fast or unstably, with causes and the setting to change."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.types import EpisodeEnd, Step, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-FEW_VALID_CALLS = 0.1
+NO_VALID_CALLS = 0.1
 """Share of turns with valid calls below which the warning of a run that learns nothing names it."""
 MANY_CUT_TURNS = 0.25
 """Share of turns of a task that the token limit ends above which a warning names the limit."""
 LARGE_KL = 0.1
 """KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
+LOW_ENTROPY = 0.05
+"""Nats a token below which siblings hardly differ."""
+MOST_AGREE = 0.5
+"""Share of groups without a signal above which low entropy is reported."""
+SOLVED = 0.5
+"""Success from which groups agree because they succeed, and low entropy is not reported."""
+HIGH_ENTROPY = 2.0
+"""Nats a token above which tool calls are mostly noise."""
+HIGH_GRAD_NORM = 100.0
+"""Multiple of ``train.max_grad_norm`` above which clipping discards almost the whole update."""
+FEW_VALID_CALLS = 0.5
+"""Share of turns with valid calls below which a task teaches mainly syntax."""
 QUOTED = 300
 """Characters of a completion quoted in a warning, at most."""
 
@@ -27,11 +39,13 @@ class Diagnosis:
     Args:
         chat: chat format of the policy.
         by_turn: True if credit is given by turn.
+        max_grad_norm: ``train.max_grad_norm``.
     """
 
-    def __init__(self, chat: ChatFormat, *, by_turn: bool) -> None:
+    def __init__(self, chat: ChatFormat, *, by_turn: bool, max_grad_norm: float) -> None:
         self._chat = chat
         self._by_turn = by_turn
+        self._max_grad_norm = max_grad_norm
         self._counts: Counter[str] = Counter()
         self._cut: set[str] = set()
         """Tasks with a warning about cut turns."""
@@ -48,6 +62,8 @@ class Diagnosis:
         self._warn("large", large_step_warning(metrics), in_a_row=False)
         if self._by_turn and step.next_version == 1:
             self._warn("turns", turn_rewards_warning(groups))
+        for problem, warning in unhealthy(metrics, groups, max_grad_norm=self._max_grad_norm):
+            self._warn(problem, warning)
 
     def _warn(self, problem: str, warning: str | None, *, in_a_row: bool = True) -> None:
         if warning is None:
@@ -72,7 +88,7 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
         sentences.append(f"{full:.0%} of the episodes were cut off by engine.max_context: raise it")
     turns = [turn for episode in episodes for turn in episode.turns]
     valid = sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
-    if valid < FEW_VALID_CALLS:
+    if valid < NO_VALID_CALLS:
         sentences.append(
             f"valid_calls is {valid:g}, the share of turns whose calls the environment accepted: look into "
             "trajectories/ for how the model writes its calls"
@@ -138,3 +154,49 @@ def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> 
         f"none of {len(turns)} completions was read as a tool call in the syntax {chat.parser.name!r}, so "
         f"tasks that need one teach nothing; see model.tool_parser. The first, of task {task}: {text!r}"
     )
+
+
+def unhealthy(
+    metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], *, max_grad_norm: float
+) -> Iterator[tuple[str, str]]:
+    """Yield the problem and a warning for each value of a trained step outside its healthy range.
+
+    Args:
+        metrics: metrics of the step; missing ones are skipped.
+        groups: groups of the step.
+        max_grad_norm: ``train.max_grad_norm``.
+    """
+    entropy, norm = metrics.get("entropy"), metrics.get("grad_norm", 0.0)
+    agreeing = sum(len({round(one.reward, 6) for one in group.trajectories}) == 1 for group in groups)
+    unsolved = metrics.get("success", 0.0) < SOLVED
+    if unsolved and entropy is not None and entropy < LOW_ENTROPY and agreeing > MOST_AGREE * len(groups):
+        yield (
+            "low entropy",
+            f"the entropy of the policy is {entropy:.2g} nats a token, and in {agreeing} of {len(groups)} "
+            "groups all episodes have the same reward, so there is little to learn from: raise "
+            "engine.temperature (1.2), raise rollout.group_size (16), set algorithm.dynamic_sampling = 2, or "
+            "imitate experts for fewer updates (sft.steps)",
+        )
+    if entropy is not None and entropy > HIGH_ENTROPY:
+        yield (
+            "high entropy",
+            f"the entropy of the policy is {entropy:.2g} nats a token, close to random text: lower "
+            "algorithm.entropy_coefficient, engine.temperature or train.learning_rate",
+        )
+    if norm > HIGH_GRAD_NORM * max_grad_norm:
+        yield (
+            "large gradient",
+            f"the norm of the gradient is {norm:.3g}, {norm / max_grad_norm:.0f} times train.max_grad_norm: "
+            "lower train.learning_rate, or set train.spike_factor = 10 with train.on_bad_update = 'skip'",
+        )
+    for task in sorted({group.task for group in groups}):
+        episodes = [one for group in groups if group.task == task for one in group.trajectories]
+        turns = [turn for one in episodes for turn in one.turns]
+        valid = sum(turn.invalid_calls == 0 for turn in turns)
+        if valid < FEW_VALID_CALLS * len(turns):
+            yield (
+                f"invalid calls of {task}",
+                f"the environment accepted the calls of {valid} of {len(turns)} turns of {task}: see how the "
+                "model writes them with `agentrl-train show RUN --failed`, set model.tool_parser, or imitate "
+                "experts first with `agentrl-train sft`",
+            )
