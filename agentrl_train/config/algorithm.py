@@ -297,14 +297,14 @@ class AlgorithmSection(Section):
             )
         if critic and self.replay.weight:
             found.append(
-                "replay.weight weighs episodes by their advantages among siblings, which a critic replaces: "
-                "set it to 0, or use a credit without a critic"
+                "algorithm.replay.weight weighs episodes by their advantages among siblings, which a "
+                "critic replaces: set it to 0, or use a credit without a critic"
             )
         selects = self.keep_groups < 1.0 or self.dynamic_sampling or self.replay.weight
         if self.distill.weight and selects and not self.distill.keep_rewards:
             found.append(
-                "keep_groups, dynamic_sampling and replay.weight select episodes by rewards, which "
-                "distillation replaces: leave them out, or set distill.keep_rewards = true"
+                "keep_groups, dynamic_sampling and algorithm.replay.weight select episodes by rewards, "
+                "which distillation replaces: leave them out, or set algorithm.distill.keep_rewards = true"
             )
         return found
 

@@ -125,8 +125,10 @@ class Choice:
 
 
 def as_table(value: Any) -> Any:
-    """Return a table with the name of a function, if it is given by its name alone."""
-    return {"name": value} if isinstance(value, str) or callable(value) else value
+    """Return the table that the name of a function alone, or the switch ``true``, stands for."""
+    if isinstance(value, str) or callable(value):
+        return {"name": value}
+    return {} if value is True else value
 
 
 def names(model: type[Function]) -> tuple[str, ...]:

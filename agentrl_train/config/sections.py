@@ -461,7 +461,7 @@ class Concurrent(Table):
 
 def _concurrent(value: Any) -> Any:
     """Return the table of a concurrent evaluation that is switched on or off."""
-    return value if not isinstance(value, bool) else {} if value else None
+    return None if value is False else as_table(value)
 
 
 class EvalSection(Section):

@@ -55,7 +55,7 @@ def set_value(table: Table, key: str, value: Any, *, given: str) -> None:
 def _descend(here: Any, part: str, given: str) -> Any:
     if isinstance(here, dict):
         if part in here:
-            here[part] = as_table(here[part])  # a function, which gets a parameter
+            here[part] = as_table(here[part])  # that of a name or of true
         return here.setdefault(part, {})
     if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
         return here[int(part)]

@@ -199,6 +199,14 @@ def test_override_below_plain_value_is_rejected(config_file: Path):
     assert "--set run.steps.first=1: there is no 'first' to set" in refusal(config_file, "run.steps.first=1")
 
 
+@pytest.mark.parametrize("switch", [[], ["eval.concurrent=true"]])
+def test_switch_can_be_refined_below(config_file: Path, switch: list[str]):
+    config = load_config(config_file, [*switch, "eval.concurrent.max_sessions=2"])
+    assert config.eval.concurrent is not None
+    assert config.eval.concurrent.max_sessions == 2
+    assert load_config(config_file, ["eval.concurrent=false"]).eval.concurrent is None
+
+
 def test_written_configuration_loads_equal(config_file: Path, tmp_path: Path):
     config = load_config(
         config_file, ["environments.0.tasks={shop=2, 'odd name'=0.5}", "run.run_timeout_s=8.5"]
