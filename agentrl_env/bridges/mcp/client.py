@@ -47,7 +47,8 @@ _TEXTS = ("name", "prompt")
 _PAIRS = {"env": ("env", "="), "header": ("headers", ":")}
 """Options that can be repeated: the argument of ``mcp_task``, and what separates name and value."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_INVALID_PARAMS = -32602
+_BROKEN = {-32700, -32600, -32601, -32000, 408}
+"""Codes of a request that a server cannot read or has not answered, and that of a connection that ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,11 @@ async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
 
 
 async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """Call a tool; return the text of its result, and True if the server reports an error of the call."""
+    """Call a tool; return the text of its result, and True if the server reports an error of the call.
+
+    If a tool raises, servers of the TypeScript SDK answer with an error of the protocol, and those of the Python
+    SDK with a result that is an error. Both are errors of the call.
+    """
     from mcp import McpError, types
 
     class Result(types.Result):
@@ -199,7 +204,7 @@ async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str
     try:
         result = await session.send_request(types.ClientRequest(call), Result)
     except McpError as error:
-        if error.error.code != _INVALID_PARAMS:
+        if error.error.code in _BROKEN:
             raise
         return error.error.message, True
     lines = [_text(block) for block in result.content or ()]

@@ -34,6 +34,13 @@ TOOLS = [
     {"name": "", "inputSchema": EMPTY},
     None,
 ]
+ERRORS = {
+    "invalid": (-32602, "kind must be a noun"),
+    "raised": (-32603, "Not Found: no such file"),
+    "own": (404, "no such page"),
+    "unread": (-32600, "the request has no method"),
+    "lost": (-32000, "Connection closed"),
+}
 BLOB = base64.b64encode(b"1234").decode()
 RESULTS = {
     "embedded": {
@@ -80,8 +87,8 @@ def answer(method, params):
     if method == "tools/list":
         return {"tools": [LOST] if "lost" in sys.argv else TOOLS}
     kind = params["arguments"].get("kind")
-    if kind in ("invalid", "broken"):
-        code, message = (-32602, "kind must be a noun") if kind == "invalid" else (-32603, "out of order")
+    if kind in ERRORS:
+        code, message = ERRORS[kind]
         return {"code": code, "message": message}
     if kind == "variables":
         text = f"{os.environ.get('TOKEN')} {os.environ.get('LEVEL')}"

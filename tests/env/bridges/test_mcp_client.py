@@ -13,6 +13,7 @@ from agentrl_env.bridges.mcp.client import mcp_task
 from agentrl_env.errors import TargetError
 from agentrl_env.hosting.loader import load_target
 from tests.env.bridges import odd_server
+from tests.env.bridges.odd_server import ERRORS
 from tests.env.bridges.players import mcp_session
 from tests.env.tasks import Guess
 
@@ -199,11 +200,17 @@ async def test_every_kind_of_result_reaches_the_model_as_text(odd, kind, text):
         assert (result.messages[0].content, result.status) == (text, "running")
 
 
-async def test_call_that_the_server_finds_invalid_is_answered_and_other_errors_fail_the_session(odd):
+@pytest.mark.parametrize("kind", ["invalid", "raised", "own"])
+async def test_error_of_a_call_is_answered_as_the_server_states_it(odd, kind):
     async with EnvClient.local(odd) as client, await client.open() as session:
-        result = await session.step(ToolCall.of("files_read", kind="invalid"))
-        assert (result.messages[0].content, result.status) == ("kind must be a noun", "running")
-        result = await session.step(ToolCall.of("files_read", kind="broken"))
+        result = await session.step(ToolCall.of("files_read", kind=kind))
+        assert (result.messages[0].content, result.status) == (ERRORS[kind][1], "running")
+
+
+@pytest.mark.parametrize("kind", ["unread", "lost"])
+async def test_request_that_the_server_cannot_read_or_answer_fails_the_session(odd, kind):
+    async with EnvClient.local(odd) as client, await client.open() as session:
+        result = await session.step(ToolCall.of("files_read", kind=kind))
         assert result.status == "failed_environment"
 
 

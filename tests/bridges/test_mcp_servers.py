@@ -1,0 +1,113 @@
+"""Public MCP servers of npm and PyPI as tasks: every tool described, called and answered."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.bridges.mcp.client import Connection, Endpoint, mcp_task
+from agentrl_env.client.schema_sampler import sample_json
+
+pytestmark = [pytest.mark.bridges, pytest.mark.extended]
+
+PYPI = ["mcp-server-fetch", "mcp-server-git", "mcp-server-time"]
+NPM = {
+    "@modelcontextprotocol/server-everything": "mcp-server-everything",
+    "@modelcontextprotocol/server-filesystem": "mcp-server-filesystem FOLDER",
+    "@modelcontextprotocol/server-github": "mcp-server-github",
+    "@modelcontextprotocol/server-gitlab": "mcp-server-gitlab",
+    "@modelcontextprotocol/server-memory": "mcp-server-memory",
+    "@modelcontextprotocol/server-sequential-thinking": "mcp-server-sequential-thinking",
+    "@modelcontextprotocol/server-slack": "mcp-server-slack",
+    "@notionhq/notion-mcp-server": "notion-mcp-server",
+    "@playwright/mcp": "playwright-mcp --headless --isolated --no-sandbox --executable-path CHROMIUM",
+    "@supabase/mcp-server-supabase": "mcp-server-supabase --access-token sbp_x",
+    "@upstash/context7-mcp": "context7-mcp",
+    "exa-mcp-server": "exa-mcp-server",
+    "firecrawl-mcp": "firecrawl-mcp",
+    "tavily-mcp": "tavily-mcp",
+}
+"""Package -> its command."""
+KEYS = dict.fromkeys(
+    [
+        "GITHUB_PERSONAL_ACCESS_TOKEN",
+        "GITLAB_PERSONAL_ACCESS_TOKEN",
+        "SLACK_BOT_TOKEN",
+        "SLACK_TEAM_ID",
+        "NOTION_TOKEN",
+        "EXA_API_KEY",
+        "FIRECRAWL_API_KEY",
+        "TAVILY_API_KEY",
+    ],
+    "none",
+)
+"""Servers without an account start with any key; their calls are answered with an error."""
+ENDS_THE_SERVER = {"browser_close"}
+PAIRS = {"mcp-server-git": "--repository FOLDER", "mcp-server-time": "--local-timezone UTC"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the servers; skip the tests where the packages cannot be had."""
+    folder = tmp_path_factory.mktemp("servers")
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm")
+    python = folder / "venv" / "bin" / "python"
+    for command in (
+        [sys.executable, "-m", "venv", folder / "venv"],
+        [python, "-m", "pip", "--quiet", "install", *PYPI],
+        ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", folder, *NPM],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        if done.returncode:
+            pytest.skip(f"a server cannot be installed: {done.stderr[-300:]}")
+    (folder / "data").mkdir()
+    subprocess.run(["git", "init", "-q", folder / "data"], check=True)
+    return folder
+
+
+def command_of(package: str, folder: Path) -> str:
+    if package in PYPI:
+        command = f"{folder}/venv/bin/{package} {PAIRS.get(package, '')}"
+    else:
+        command = f"node {folder}/node_modules/.bin/{NPM[package]}"
+    return command.replace("FOLDER", f"{folder}/data").replace("CHROMIUM", str(shutil.which("chromium")))
+
+
+async def described_by(command: str) -> dict[str, object]:
+    """Return the schemas of a server's tools, as its own SDK reads them."""
+    connection = Connection(Endpoint(address=command, env=KEYS, headers={}))
+    try:
+        return {tool.name: tool.inputSchema for tool in (await (await connection.open()).list_tools()).tools}
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("package", [*PYPI, *NPM])
+async def test_every_tool_of_a_public_server_is_described_called_and_answered(
+    package: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if package == "@playwright/mcp" and shutil.which("chromium") is None:
+        pytest.skip("needs Chromium")
+    monkeypatch.chdir(installed)  # some tools write files where they run
+    command = command_of(package, installed)
+    described = await described_by(command)
+    task = mcp_task(command, lambda sample, calls, answer: 0.0, env=KEYS, max_turns=1000, prompt="Go on.")
+    rng, answered = np.random.default_rng(0), 0
+    async with EnvClient.local(task) as client, await client.open(seed=1) as session:
+        assert {tool.function.name: tool.function.parameters for tool in session.tools} == described
+        for tool in session.tools:
+            if tool.function.name in ENDS_THE_SERVER:
+                continue
+            arguments = sample_json(tool.function.parameters, rng)
+            assert isinstance(arguments, dict)
+            result = await session.step(ToolCall.of(tool.function.name, **arguments))
+            assert result.status == "running", (tool.function.name, arguments)
+            assert result.messages[0].content, tool.function.name
+            answered += 1
+    print(f"{package}: {answered} of {len(described)} tools called and answered")
+    assert answered
