@@ -1,8 +1,13 @@
-"""Refuse a quick start that does not learn. The bounds leave room for the noise of one seed."""
+"""Refuse a quick start that does not learn: ``accept.py SUMMARY [AFTER RISE]``.
+
+``AFTER`` is the least mean success after training, sampled, and ``RISE`` its least rise, sampled and greedy.
+The bounds leave room for the noise of one seed.
+"""
 
 import json
 import sys
 
+least, rise = (float(value) for value in sys.argv[2:4] or (0.7, 0.3))
 with open(sys.argv[1]) as file:
     summary = json.load(file)
 tasks = summary["tasks"].values()
@@ -19,9 +24,9 @@ print(
     f"mean held-out success {mean['before']:.1%} -> {mean['after']:.1%}, "
     f"greedy {mean['before_greedy']:.1%} -> {mean['after_greedy']:.1%}, in {summary['seconds']:.0f} s"
 )
-risen = mean["after"] - mean["before"] >= 0.3 and mean["after_greedy"] - mean["before_greedy"] >= 0.3
-if mean["after"] < 0.7 or not risen or worse:
+risen = mean["after"] - mean["before"] >= rise and mean["after_greedy"] - mean["before_greedy"] >= rise
+if mean["after"] < least or not risen or worse:
     sys.exit(
-        "the quick start must end at 70 % or more, and rise by 30 points, sampled and greedy; "
+        f"the quick start must end at {least:.0%} or more, and rise by {rise:.0%}, sampled and greedy; "
         f"worse: {', '.join(worse) or 'none'}"
     )

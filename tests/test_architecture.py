@@ -93,6 +93,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+parse = cache(ast.parse)
 MODULES = {module_name(path) for path in SOURCES}
 
 
@@ -103,7 +104,7 @@ def imports(path: Path, *, top_level: bool = False) -> tuple[str, ...]:
 
 
 def imported_by(path: Path, top_level: bool) -> Iterator[str]:
-    pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    pending: list[ast.AST] = list(parse(path.read_text()).body)
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -146,15 +147,16 @@ def layer(module: str) -> int:
 
 def named_modules(source: str, name: str) -> set[str]:
     """Return the modules of a package that a source names: in imports of any kind, or in strings."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    found: set[str] = set()
+    docstrings = set()
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = None  # a docstring
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            docstrings.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
             found |= set(re.findall(rf"\b{name}(?:\.\w+)+", node.value))
     modules = set()
     for words in (text.split(".") for text in found):
@@ -217,7 +219,7 @@ def test_only_the_composition_root_knows_the_whole_configuration() -> None:
 def test_constructors_have_at_most_12_parameters() -> None:
     wide = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             for method in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                     given = method.args
@@ -270,12 +272,12 @@ def test_pure_steps_import_neither_asyncio_nor_threads(path: str) -> None:
 
 @pytest.mark.parametrize(("number", "path"), STEPS.items())
 def test_docstring_of_a_step_names_its_number(number: int, path: str) -> None:
-    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    docstring = ast.get_docstring(parse((ROOT / path).read_text())) or ""
     assert docstring.startswith(f"Step {number} of 9")
 
 
 def test_only_steps_number_themselves() -> None:
-    claiming = [p for p in SOURCES if (ast.get_docstring(ast.parse(p.read_text())) or "").startswith("Step ")]
+    claiming = [p for p in SOURCES if (ast.get_docstring(parse(p.read_text())) or "").startswith("Step ")]
     steps = {relative(path) for path in claiming}
     assert steps - set(STEPS.values()) <= {"agentrl_train/loss.py", "agentrl_train/chat.py"}
 
@@ -299,7 +301,7 @@ def test_files_and_functions_are_within_their_size_limits() -> None:
         text = path.read_text()
         if len(text.splitlines()) > MAX_FILE_LINES:
             large.append(f"{relative(path)}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno
                 if lines >= MAX_FUNCTION_LINES:
@@ -320,7 +322,7 @@ def test_docstrings_open_with_a_statement() -> None:
     opening = re.compile(r"(What|Who|Whose|Whether|Where) ")
     found = []
     for path in package("agentrl_env"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if opening.match(text):
@@ -337,7 +339,7 @@ def test_no_module_uses_serialization_that_can_carry_code() -> None:
     found = []
     for path in SOURCES:
         found += [f"{relative(path)} imports {name}" for name in reaches(path, *CODE_CARRYING)]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             if isinstance(node, ast.Call) and is_load(node.func):
                 options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 safe = options.get("allow_pickle", "False") == "False"

@@ -76,6 +76,7 @@ async def test_planted_failures_are_counted():
         assert report["by_kind"][name].get(count), (name, report)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_program_prints_one_account(monkeypatch, capsys):
     monkeypatch.setattr(program, "KINDS", (QUICK,))

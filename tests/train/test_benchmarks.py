@@ -25,6 +25,7 @@ def test_cpu_measures_the_tiny_shape() -> None:
     assert set(sizes("cuda")) == SHAPES.keys() - {"tiny"}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_learner_benchmark_runs_on_a_cpu() -> None:
     done = subprocess.run(

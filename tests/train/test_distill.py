@@ -152,6 +152,7 @@ def played(one: Learner, task: str, *, rng: np.random.Generator, version: int) -
     return TrajectoryGroup(group_id=version, task=task, trajectories=episodes, admitted_version=version)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path: Path) -> None:
     teachers = {"first": (specialist(1), None), "second": (specialist(2), None)}

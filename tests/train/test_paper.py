@@ -45,6 +45,7 @@ def test_sweep_of_the_paper_is_valid_and_has_five_seeds(name: str, paper: Path) 
     assert len(sweep.config.seeds) >= 5
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_run_of_the_paper_repeats_its_finding(paper: Path) -> None:
     name = "task_normalization"

@@ -161,6 +161,7 @@ class Gate:
         return play_sums(body)
 
 
+@pytest.mark.slow
 def test_killed_evaluation_goes_on_without_playing_an_episode_twice(tmp_path):
     gate = Gate(episodes=10)
     command = [sys.executable, "-m", "agentrl_env", "eval", TARGET, "--samples", "30", "--concurrency", "4"]

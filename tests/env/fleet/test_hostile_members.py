@@ -219,6 +219,7 @@ def redis(tmp_path):
     server.kill()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("skew_s", [30.0, -30.0, pytest.param(86_400.0, marks=pytest.mark.slow)])
 async def test_controller_with_a_wrong_clock_and_no_link_ends_no_session(redis, monkeypatch, skew_s):
     async with Site(store=RedisStore(redis.url)) as site:

@@ -151,6 +151,7 @@ async def own_workers():
         await server.stop()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_failed_restart_of_a_worker_is_retried(monkeypatch, caplog):
     start, errors = ServerProcess.start, iter([BlockingIOError(11, "Resource temporarily unavailable")])
@@ -188,6 +189,7 @@ async def test_worker_keeps_serving_if_its_output_cannot_be_written(monkeypatch)
         assert await ask(await client.open("process", wait=30)) != dead
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_workers_end_with_a_killed_parent():
     with serving("--workers", "2") as (process, url):

@@ -179,6 +179,7 @@ def test_log_says_where_and_what_failed_but_not_what_was_said(form, level, worke
     assert_whole(log, form)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_log_with_messages_tells_everything_and_is_not_forged(form):
     log = log_of("--log-format", form, "--log-messages")

@@ -231,6 +231,7 @@ async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
                 await step
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after_its_drain():
     with serving("--workers", "2", "--drain", "3600") as (process, url):
@@ -245,6 +246,7 @@ async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after
             await asyncio.gather(*steps, return_exceptions=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.slow), "json"])
 async def test_stuck_server_without_workers_ends_with_a_line_in_its_log(log_format):
     with serving("--stuck-after", "1", "--log-format", log_format) as (process, url):
@@ -263,6 +265,7 @@ async def test_stuck_server_without_workers_ends_with_a_line_in_its_log(log_form
     assert "in backtrack" in errors
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_busy_worker_is_not_lost():
     with serving("--workers", "2", "--stuck-after", "60") as (_, url):

@@ -112,6 +112,7 @@ class Hashed(Environment):
     assert "sort sets before rng draws from them" in report["processes"].evidence
 
 
+@pytest.mark.slow
 def test_episodes_of_a_data_set_that_differs_are_reported_by_the_data_set_only(tmp_path):
     task = load_target(listed(tmp_path / "unstable", UNSTABLE["the hash of a string"]))
     (report,) = run_checks(task.local, checks=only("data_set", "processes"))
@@ -149,6 +150,8 @@ def test_data_set_of_a_class_inside_a_function_is_read_twice():
     assert report["data_set"].verdict is Verdict.FAIL
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_process_that_cannot_read_the_data_set_warns(tmp_path):
     extra = 'assert "PYTHONHASHSEED" not in os.environ, "no second process, please"'
     task = load_target(listed(tmp_path / "single", 'return [{"split": split}]', extra))
@@ -159,7 +162,11 @@ def test_process_that_cannot_read_the_data_set_warns(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [["script.py"], pytest.param(["-m", "script"], marks=pytest.mark.slow), ["-c", "import script"]],
+    [
+        ["script.py"],
+        pytest.param(["-m", "script"], marks=pytest.mark.slow),
+        pytest.param(["-c", "import script"], marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 def test_script_that_checks_its_own_class_ends(tmp_path, command):
@@ -171,6 +178,7 @@ def test_script_that_checks_its_own_class_ends(tmp_path, command):
     assert "samples were the same" in done.stdout or "Not compared" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_data_set_that_differs_between_the_workers_of_a_server_fails(tmp_path):
     folder = listed(tmp_path / "unstable", 'return [{"n": os.getpid(), "split": split}]')
     command = [sys.executable, "-m", "agentrl_env", "serve", folder, "--port", "0", "--workers", "2"]
@@ -208,6 +216,8 @@ def test_split_without_samples_is_refused_with_one_sentence(tmp_path):
             asyncio.run(opened(**choice))
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_split_without_test_samples_leaves_the_other_checks(tmp_path):
     folder = listed(tmp_path / "half", 'return [{"n": 1}] if split == "train" else []')
     (report,) = run_checks(load_target(folder).local)
@@ -372,6 +382,8 @@ def test_raising_close_fails_close_only():
     assert "close() raised ConnectionError: the database is gone" in found["close"]
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_async_close_that_raises_at_the_end_of_an_episode_fails_close():
     class Leaks(Guess):
         async def close(self):
@@ -391,6 +403,7 @@ def test_async_close_that_raises_at_the_end_of_an_episode_fails_close():
     assert "close() raised KeyError: 'handle'" in failing(Leaks)["close"]
 
 
+@pytest.mark.slow
 def test_shutdown_that_raises_fails_shutdown_with_its_line(tmp_path):
     extra = "import sqlite3"
     folder = Path(listed(tmp_path / "leaks", 'return [{"split": split}]', extra))
@@ -517,6 +530,8 @@ def test_error_inside_a_check_is_a_result():
     assert report["schema"].verdict is Verdict.PASS
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_environment_with_startup_and_data_set_passes():
     report = check_environment(Stored)
     assert report["data_set"].verdict is Verdict.PASS

@@ -200,6 +200,7 @@ class StuckThread(Stuck):
         return Done("Over.", reward=float(total == self.total))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("environment", [Stuck, pytest.param(StuckThread, marks=pytest.mark.slow)])
 def test_episodes_that_never_end_are_cut_off_and_counted(environment, capsys):
     found = quality_of(environment, deadline=3.0)

@@ -47,6 +47,7 @@ def test_configuration_is_valid_and_explains_its_choices(
     assert f"agentrl-train plan {tmp_path / 'one.toml'}" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_configuration_of_adapters_has_their_learning_rate(model: str, tmp_path: Path) -> None:
     config, _ = written(model, tmp_path, measured=False, lora=True)
@@ -54,6 +55,7 @@ def test_configuration_of_adapters_has_their_learning_rate(model: str, tmp_path:
     assert config.train.learning_rate == pytest.approx(5e-3)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_template_without_calls_gets_tools_as_text(tmp_path: Path, model: str) -> None:
     tokenizer = make_tokenizer()
@@ -77,6 +79,7 @@ def test_completions_of_a_trained_model_choose_its_syntax(tmp_path: Path) -> Non
     assert int(found[2]) >= 50
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_smaller_memory_gives_smaller_micro_batches(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

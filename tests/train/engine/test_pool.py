@@ -51,6 +51,7 @@ async def prefilled(pool: Subject) -> float:
     return now
 
 
+@pytest.mark.extended
 async def test_session_stays_on_replica_with_its_prefix(pool: Subject) -> None:
     contexts = [prompt(n, OPENING) for n in range(SESSIONS)]
 

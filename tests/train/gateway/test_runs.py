@@ -46,6 +46,8 @@ def test_samples_of_a_file_are_played_by_a_function_and_trained(tmp_path: Path) 
     assert None not in (summary["before"], summary["after"])
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_run_whose_program_always_fails_ends_with_the_reason(tmp_path: Path) -> None:
     config = write_program_config(tmp_path, program="python broken.py")
     (tmp_path / "broken.py").write_text("raise SystemExit('there is no agent here')")

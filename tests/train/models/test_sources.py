@@ -351,6 +351,7 @@ def test_chat_settings_are_stored_in_every_folder_written_from_the_policy(tmp_pa
         assert "Be brief." not in given.text(given.opening([HELLO], ()))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_smollm2_from_its_package_answers_a_question(cache: Path) -> None:
     try:

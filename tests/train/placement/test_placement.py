@@ -195,6 +195,7 @@ def spans(run: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_engine_of_a_shared_layout_plays_while_the_learner_works(tmp_path: Path) -> None:
     run = trained(tmp_path, SHARED, "engine.deterministic=false", "rollout.max_staleness=1")

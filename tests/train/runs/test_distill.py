@@ -59,6 +59,7 @@ def test_two_specialists_become_one_policy(tmp_path: Path) -> None:
         assert fmean(gaps[-3:]) < 0.5 * fmean(gaps[:3])
 
 
+@pytest.mark.extended
 def test_distillation_of_a_run_that_cannot_work_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
     chosen = ("algorithm.preset=distill", "run.steps=1")

@@ -42,6 +42,7 @@ def test_failing_sample_is_recorded_and_other_samples_are_trained(tmp_path: Path
     assert "the database is gone" in done.stderr
 
 
+@pytest.mark.extended
 def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- for message") :])
@@ -55,6 +56,7 @@ def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(
     assert "completions was read as a tool call in the syntax 'hermes'" in " ".join(done.stderr.split())
 
 
+@pytest.mark.extended
 def test_base_model_without_a_chat_template_is_trained_with_one_of_the_settings(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "again"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

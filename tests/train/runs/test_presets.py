@@ -43,6 +43,7 @@ def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) ->
     assert recorded.keys() >= {"credit", "baseline", "scale", "anchor", "ratio", "region", "aggregation"}
 
 
+@pytest.mark.extended
 def test_turns_of_a_second_model_are_trained_on_after_a_resume_too(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     make_model(seed=5).save_pretrained(tmp_path / "other")

@@ -128,6 +128,7 @@ def test_lost_rank_ends_run_with_clear_error(config: Path, number: signal.Signal
     shutil.rmtree(config.parent / name)
 
 
+@pytest.mark.extended
 def test_other_ranks_exit_when_rank_0_is_killed(config: Path) -> None:
     process = begin(config, 'run.name="headless"', TWO, "run.steps=500")
     until_step(process, config.parent / "headless", 1)

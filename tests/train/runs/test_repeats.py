@@ -138,6 +138,7 @@ def test_signal_stops_run_after_current_step_and_resume_matches(
     assert list(map(reproducible, steps(run))) == list(map(reproducible, steps(tmp_path / "one" / "run")))
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_signal_interrupts_evaluation_and_resume_repeats_it(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
@@ -153,6 +154,7 @@ def test_signal_interrupts_evaluation_and_resume_repeats_it(tmp_path: Path) -> N
     assert [json.loads(line)["name"] for line in evaluations] == ["before", "after"]
 
 
+@pytest.mark.extended
 @pytest.mark.faults
 def test_full_disk_ends_run_with_clear_error_and_run_resumes(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"

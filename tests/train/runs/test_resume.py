@@ -46,6 +46,7 @@ def test_killed_run_loses_no_finished_group_and_trains_none_twice(tmp_path: Path
         assert played == trained
 
 
+@pytest.mark.extended
 def test_interrupted_run_stops_cleanly_and_prints_resume_command(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     process = begin(config, *AHEAD, "run.steps=100000")
@@ -80,6 +81,7 @@ def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Pat
     )
 
 
+@pytest.mark.extended
 def test_model_with_the_best_evaluation_is_kept_where_training_spoils_the_policy(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     options = ("run.steps=3", "checkpoint.every=100", "checkpoint.keep=1", "eval.every=1", "eval.samples=8")

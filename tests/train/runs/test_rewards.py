@@ -59,6 +59,8 @@ def test_run_trains_on_a_judge_and_leaves_out_what_it_fails_to_judge(
     assert any((tmp_path / "judge").rglob("*.json"))
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_run_whose_rewards_always_fail_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_killed_sweep_goes_on_from_its_checkpoints_and_keeps_what_is_finished(tm
     assert trained(tmp_path)["rloo seed-0"] == [1, 2, 3, 4, 5]  # no longer in the sweep
 
 
+@pytest.mark.extended
 def test_failed_run_is_reported_and_the_others_finish(tmp_path: Path) -> None:
     broken = '[variants.broken]\nenvironments = [{ serve = ["missing.py:Task"] }]\n'
     path = write_sweep(tmp_path, broken)
@@ -125,6 +126,7 @@ def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_go_on(tmp_pa
     assert tomllib.loads((first / "config.toml").read_text())["run"]["seed"] == 0
 
 
+@pytest.mark.extended
 def test_curriculum_goes_on_to_harder_levels_also_in_a_resumed_run(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, target="levels.py:Levels"), tmp_path / "run"
     rules = '{levels = {levels = ["train", "train-2", "train-3"]}, window = 6, raise_at = 0.5}'

@@ -632,6 +632,7 @@ assert load_latest(folder).step == 1
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_file_size_limit_is_reported_as_full_disk(tmp_path: Path):
     done = subprocess.run(

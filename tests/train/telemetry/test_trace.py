@@ -222,6 +222,7 @@ def perfetto(path: Path) -> Iterator[Page]:
         thread.join()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

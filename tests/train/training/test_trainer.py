@@ -326,9 +326,23 @@ print(os.environ.get("OMP_WAIT_POLICY"))
     ("imports", "settings", "given", "policy", "warned"),
     [
         ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE", False),
-        ("from agentrl_train import Trainer", {}, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", False),
+        pytest.param(
+            "from agentrl_train import Trainer",
+            {},
+            {"OMP_WAIT_POLICY": "ACTIVE"},
+            "ACTIVE",
+            False,
+            marks=pytest.mark.slow,
+        ),
         ("import torch; from agentrl_train import Trainer", {}, {}, "None", True),
-        ("import torch; from agentrl_train import Trainer", {"run.threads": 1}, {}, "None", False),
+        pytest.param(
+            "import torch; from agentrl_train import Trainer",
+            {"run.threads": 1},
+            {},
+            "None",
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_idle_threads_of_a_script_do_not_spin(
