@@ -3,11 +3,12 @@
 The format carries data and nothing else: decoding imports no module and calls no function, class or method
 that the data names. A value is ``null``, a boolean, a number, a string or an array of values, or an object
 with one key, its tag. ``_ROWS`` lists the tags and their content, except for ``enum``, which has a class and
-the name of a member, and ``object``, a dataclass or pydantic model, which has a class, the names of the
-fields that were set, and name and value of each field.
+the name of a member, and ``object``, a dataclass, named tuple or pydantic model, which has a class, the names
+of the fields that were set, and name and value of each field.
 
 Classes are those of ``agentrl_env.types`` and of the task's own package, at the top level of a module that is
-already imported. Objects that a value refers to twice are decoded as two objects.
+already imported. A time zone is read by its name from the time zone database. Objects that a value refers to
+twice are decoded as two objects.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ import random
 import re
 import sys
 from base64 import b64encode
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 from msgspec import Meta, convert
@@ -40,9 +48,11 @@ MAX_DEPTH = 100
 MAX_VALUES = 500_000
 """How many values a state may hold, one that it refers to twice counted twice."""
 SUPPORTED = (
-    "None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, random.Random, NumPy "
-    "generators, NumPy arrays and scalars of booleans, numbers, dates and text, agentrl_env.types, and "
-    "dataclasses, pydantic models and enums that the task's package defines at the top level of a module"
+    "None, bool, int, float, complex, str, bytes, list, tuple, range, set, frozenset, dict, deque, Counter, "
+    "OrderedDict, defaultdict of builtin types, Decimal, Fraction, UUID, paths, dates, times and time zones "
+    "of datetime and zoneinfo, random.Random, NumPy generators, NumPy arrays and scalars of booleans, "
+    "numbers, dates and text, agentrl_env.types, and dataclasses, named tuples, pydantic models and enums "
+    "that the task's package defines at the top level of a module"
 )
 
 _TYPES = "agentrl_env.types"
@@ -50,6 +60,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPE = re.compile(
     r"\|[biu]1|\|S\d{1,6}|[<>](?:[iuf][248]|c8|c16|U\d{1,6}|[mM]8(?:\[\d{0,6}[a-zA-Z]{1,2}\])?)"
 )
+_ZONE = re.compile(r"\w+([/+-]\w+)*", re.ASCII)
+_FRACTION_BITS = 1 << 16
+"""Bits of a numerator or denominator. Larger ones take long to reduce."""
+_FACTORIES: dict[Any, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}
 _BELOW = {"state": 2**128, "inc": 2**128, "has_uint32": 2, "uinteger": 2**32, "pos": 625, "buffer_pos": 5}
 _BELOW |= {"entropy": 1, "pool_size": 65, "n_children_spawned": 2**63}
 """Bounds of the integers in a generator's state. NumPy does not check positions, and reads beyond."""
@@ -57,6 +71,7 @@ _BELOW |= {"entropy": 1, "pool_size": 65, "n_children_spawned": 2**63}
 _Step = tuple[Any, list[Any], int]  # a value, the list of what it holds, a position in it
 _Array = tuple[str, list[Annotated[int, Meta(ge=0)]], bytes]
 _RandomState = tuple[Literal[3], tuple[int, ...], float | None]
+_Clock = tuple[str, Literal[0, 1], Any]  # ISO 8601 without the zone, fold, zone
 _BitGenerator = Literal["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
 _Generator = tuple[_BitGenerator, dict[str, Any], dict[str, Any]]
 
@@ -156,8 +171,8 @@ def _is_json(value: Any) -> bool:
 
 
 def _where(path: tuple[_Step, ...]) -> str:
-    in_order = (list, tuple, set, frozenset, deque)
-    steps = (n if isinstance(holder, in_order) else parts[n - n % 2] for holder, parts, n in path)
+    ordered = {list, *(kind for kind in _TAGS if not issubclass(kind, dict))}
+    steps = (n if type(holder) in ordered else parts[n - n % 2] for holder, parts, n in path)
     return "state" + "".join(f"[{step!r:.60}]" for step in steps)
 
 
@@ -184,12 +199,18 @@ def _find(key: str, packages: list[str]) -> type | None:
         if isinstance(found, type) and found.__module__ == module_name:
             # Its instances are made of named fields alone, or are members of an enum.
             plain = is_dataclass(found) and found.__new__ is object.__new__
-            if plain or issubclass(found, Enum | BaseModel):
+            if plain or issubclass(found, Enum | BaseModel) or _is_named_tuple(found):
                 return found
     return None
 
 
+def _is_named_tuple(kind: Any) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
 def _field_names(kind: Any) -> list[str]:
+    if _is_named_tuple(kind):
+        return list(kind._fields)
     return list(kind.model_fields) if issubclass(kind, BaseModel) else [field.name for field in fields(kind)]
 
 
@@ -206,16 +227,23 @@ def _fields(value: Any) -> list[Any]:
 
 
 def _object(kind: Any, given: Any, *pairs: Any) -> Any:
-    """Return a dataclass instance or a pydantic model, without running code of its class."""
-    made, attributes = object.__new__(kind), _dict(pairs)
-    if not attributes.keys() <= set(_field_names(kind)):
+    """Return an instance of a dataclass, named tuple or pydantic model without running code of its class."""
+    attributes, names = _dict(pairs), _field_names(kind)
+    if not attributes.keys() <= set(names):
         raise ValueError(f"not the fields of {kind.__qualname__}")
+    if _is_named_tuple(kind):
+        return tuple.__new__(kind, [attributes[name] for name in names])
+    made = object.__new__(kind)
     if issubclass(kind, BaseModel):
         attributes = {"__dict__": attributes, "__pydantic_fields_set__": convert(given, set[str])}
         attributes |= dict.fromkeys(("__pydantic_extra__", "__pydantic_private__"))
     for name, value in attributes.items():
         object.__setattr__(made, name, value)
     return made
+
+
+def _pairs(held: dict[Any, Any]) -> list[Any]:
+    return [part for pair in held.items() for part in pair]
 
 
 def _dict(flat: Sequence[Any]) -> dict[Any, Any]:
@@ -239,6 +267,46 @@ def _array(content: _Array) -> np.ndarray[Any, Any]:
     if np.any(array.view(unit) > largest):
         raise ValueError("text that is no Unicode, or booleans that are neither true nor false")
     return array.reshape(shape)
+
+
+def _clock(value: datetime | time) -> list[Any]:
+    return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo]
+
+
+def _at(kind: type[datetime] | type[time], content: _Clock) -> datetime | time:
+    text, fold, zone = content
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _zone(name: str | None) -> ZoneInfo:
+    if not _ZONE.fullmatch(name or ""):
+        raise ValueError("not the name of a time zone")
+    return ZoneInfo(str(name))
+
+
+def _small(fraction: Fraction) -> list[int]:
+    numbers = [fraction.numerator, fraction.denominator]
+    if max(number.bit_length() for number in numbers) > _FRACTION_BITS:
+        raise TypeError(f"a fraction of more than {_FRACTION_BITS} bits")
+    return numbers
+
+
+def _fraction(numbers: tuple[int, int]) -> Fraction:
+    if max(number.bit_length() for number in numbers) > _FRACTION_BITS:
+        raise ValueError(f"a fraction of more than {_FRACTION_BITS} bits")
+    return Fraction(*numbers)
+
+
+def _default_content(held: defaultdict[Any, Any]) -> list[Any]:
+    name = getattr(held.default_factory, "__name__", None)
+    if _FACTORIES.get(name) is not held.default_factory:
+        raise TypeError(f"a collections.defaultdict of {name}")
+    return [None, name, *_pairs(held)]
+
+
+def _default_dict(flat: list[Any]) -> defaultdict[Any, Any]:
+    factory = None if flat[1] is None else _FACTORIES[flat[1]]
+    return defaultdict(factory, _dict(flat[2:]))
 
 
 def _random(state: _RandomState) -> random.Random:
@@ -289,7 +357,34 @@ _ROWS: dict[str, tuple[type, Callable[[Any], Any], Any, Callable[[Any], Any]]] =
     "set": (set, list, list, set),
     "frozenset": (frozenset, list, list, frozenset),
     "deque": (deque, lambda queue: [*queue, queue.maxlen], list, lambda flat: deque(flat[:-1], flat[-1])),
-    "dict": (dict, lambda held: [part for pair in held.items() for part in pair], list, _dict),
+    "dict": (dict, _pairs, list, _dict),
+    "Counter": (Counter, _pairs, list, lambda flat: Counter(_dict(flat))),
+    "OrderedDict": (OrderedDict, _pairs, list, lambda flat: OrderedDict(_dict(flat))),
+    "defaultdict": (defaultdict, _default_content, list, _default_dict),
+    "range": (
+        range,
+        lambda r: [r.start, r.stop, r.step],
+        tuple[int, int, int],
+        lambda numbers: range(*numbers),
+    ),
+    "complex": (complex, lambda z: [z.real, z.imag], tuple[float, float], lambda parts: complex(*parts)),
+    "Decimal": (Decimal, str, str, Decimal),
+    "Fraction": (Fraction, _small, tuple[int, int], _fraction),
+    "UUID": (UUID, str, str, UUID),
+    "path": (type(Path()), str, str, Path),
+    "path.posix": (PurePosixPath, str, str, PurePosixPath),
+    "path.windows": (PureWindowsPath, str, str, PureWindowsPath),
+    "date": (date, date.isoformat, str, date.fromisoformat),
+    "datetime": (datetime, _clock, _Clock, partial(_at, datetime)),
+    "time": (time, _clock, _Clock, partial(_at, time)),
+    "timedelta": (
+        timedelta,
+        lambda span: [span.days, span.seconds, span.microseconds],
+        tuple[int, int, int],
+        lambda parts: timedelta(*parts),
+    ),
+    "timezone": (timezone, lambda zone: list(zone.__getinitargs__()), list, lambda parts: timezone(*parts)),
+    "zone": (ZoneInfo, lambda zone: zone.key, str | None, _zone),
     "array": (np.ndarray, _array_content, _Array, _array),
     "scalar": (np.generic, np.asarray, np.ndarray, lambda array: array.reshape(1)[0]),
     "numpy.str": (np.str_, np.str_.item, str, np.str_),  # an array would lose NULs at the end

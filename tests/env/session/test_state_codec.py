@@ -8,9 +8,16 @@ import random
 import subprocess
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import Enum, Flag
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -56,6 +63,11 @@ class Colour(Enum):
     RED = 1
 
 
+class Move(NamedTuple):
+    row: int
+    note: object = None
+
+
 class Bits(Flag):
     ONE = 1
     TWO = 2
@@ -84,6 +96,7 @@ ARRAYS = DTYPES.flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0))
 )
 SCALARS = DTYPES.flatmap(lambda dtype: npst.arrays(dtype, 1)).map(lambda array: array[0])
+ZONES = [ZoneInfo("Europe/Berlin"), timezone(timedelta(hours=-3, minutes=30), "here")]
 TEXT = st.text(st.characters(codec=None, categories=None))
 HASHABLE = st.recursive(
     st.none()
@@ -94,7 +107,15 @@ HASHABLE = st.recursive(
     | TEXT
     | st.binary()
     | st.builds(Frozen, TEXT)
-    | st.just(Colour.RED),
+    | st.just(Colour.RED)
+    | st.datetimes(timezones=st.none() | st.just(UTC) | st.sampled_from(ZONES))
+    | st.dates()
+    | st.times()
+    | st.timedeltas()
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+    | st.uuids()
+    | st.sampled_from([Path("a/b"), PurePosixPath("/a"), PureWindowsPath("C:/a")]),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=5,
 )
@@ -119,7 +140,9 @@ STATES = st.recursive(
         st.sets(HASHABLE, max_size=4),
         st.dictionaries(HASHABLE, inner, max_size=4),
         st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(0, 4)),
+        st.dictionaries(HASHABLE, inner, max_size=4).map(OrderedDict),
         st.builds(Spot, st.integers(), st.lists(inner, max_size=2)),
+        st.builds(Move, st.integers(), inner),
         st.builds(Board, cells=st.lists(inner, max_size=2)),
     ),
     max_leaves=8,
@@ -129,13 +152,13 @@ STATES = st.recursive(
 def facts(value):
     """Return a value in a form in which equality means the same types, bits and order."""
     kind = type(value)
-    if kind in (list, tuple, deque):
+    if kind in (list, tuple, deque, Move):
         return kind, [facts(item) for item in value], getattr(value, "maxlen", None)
     if kind in (set, frozenset):
         return kind, sorted(repr(facts(item)) for item in value)
-    if kind is dict:
+    if kind in (dict, OrderedDict, defaultdict):
         return kind, [(facts(key), facts(item)) for key, item in value.items()]
-    if kind is float:
+    if kind in (float, complex, Decimal, datetime, time):
         return kind, repr(value)
     if isinstance(value, np.ndarray | np.generic):
         return kind, value.dtype, value.shape, value.tobytes()
@@ -201,6 +224,32 @@ def test_wire_models_are_supported():
     assert decode(encode([sample, message])) == [sample, message]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")),
+        datetime(2024, 2, 29, 12, 0, 0, 7, tzinfo=UTC),
+        time(9, 30, tzinfo=timezone(timedelta(hours=2))),
+        [date(2024, 2, 29), timedelta(days=-1, microseconds=5), Decimal("1.10"), Decimal("-Infinity")],
+        [UUID(int=7), Path("notes.txt"), PureWindowsPath("C:\\a"), Fraction(1, 3), 1 - 2j, range(9, 0, -2)],
+        [Counter("aab"), OrderedDict(b=1, a=2), Move(1, Path("x"))],
+    ],
+)
+def test_values_of_the_standard_library_are_supported(state):
+    assert facts(decode(encode(state, Task), Task)) == facts(state)
+
+
+def test_a_decoded_defaultdict_has_its_factory():
+    copy = decode(encode(defaultdict(list, a=[1])))
+    copy["b"].append(2)
+    assert copy == {"a": [1], "b": [2]}
+
+
+def test_a_zone_is_looked_up_by_a_plain_name():
+    with pytest.raises(StateError, match="not the name of a time zone"):
+        decode(tagged("zone", "../../etc/passwd"))
+
+
 def test_decoding_runs_no_code_of_a_dataclass():
     data = encode(Frozen("later"), Task).replace(b"later", b"never")
     assert decode(data, Task).name == "never"
@@ -245,7 +294,13 @@ def spot_with_more():
         (threading.Lock, "holds a _thread.lock at state; it may hold"),
         (lambda: Plain(), r"holds a tests\.env\.session\.test_state_codec\.Plain at state"),
         (lambda: Plain, "holds a type at state"),
-        (lambda: Counter("a"), "holds a collections.Counter at state"),
+        (
+            lambda: {"seen": defaultdict(lambda: 1)},
+            r"holds a collections.defaultdict of <lambda> at state\['seen'\]",
+        ),
+        (lambda: defaultdict(list, at=[Plain()]), r"Plain at state\['at'\]\[0\]"),
+        (lambda: Move(1, Plain()), r"Plain at state\['note'\]"),
+        (lambda: Fraction(2**70000, 3), "holds a fraction of more than 65536 bits at state"),
         (lambda: Listed(), "Listed at state"),
         (lambda: Local.Inner(), "Inner at state"),
         (spot_with_more, "holds a Spot with 'more', which is not one of its fields, at state; it may hold"),
@@ -405,6 +460,13 @@ HOSTILE = [
     seeds_with(n_children_spawned=-1),
     seeds_with(spawn_key=[]),
     seeds_with(extra=1),
+    tagged("zone", "/etc/passwd"),
+    tagged("zone", None),
+    tagged("defaultdict", [None, "eval"]),
+    tagged("datetime", ["2024-01-01", 0, "os"]),
+    tagged("Fraction", [1, 0]),
+    tagged("Fraction", [1, {"int": hex(2**70000)}]),
+    tagged("object", ["test_state_codec:Move", None, "row", 1]),
 ]
 
 
