@@ -100,7 +100,7 @@ def _part(token: re.Match[str], in_class: bool) -> str | None:
         "$": r"\Z",
         ".": f"[^{_LINE_ENDS}]",
         "[]": "(?!)",
-        "[^]": r"[\s\S]",
+        "[^]": "(?s:.)",
         r"\b": r"(?a:\b)",
         r"\B": r"(?a:\B)",
         r"\0": r"\x00",
@@ -116,7 +116,7 @@ def _in_class(text: str) -> str:
     if text[1:] in _CLASSES:
         return _inside(_CLASSES[text[1:]])
     if text[1:].lower() in _CLASSES:
-        return _inside(_complement(_CLASSES[text[1:].lower()]))
+        return _inside(complement(_CLASSES[text[1:].lower()]))
     return {r"\0": r"\x00"}.get(text, f"\\{text}" if text in "&|~" else text)
 
 
@@ -131,7 +131,7 @@ def _category(name: str, negated: bool, in_class: bool) -> str | None:
         if not found:
             return None
         spans = tuple(sorted(span for spans in found for span in spans))
-    inside = _inside(_complement(spans) if negated else spans)
+    inside = _inside(complement(spans) if negated else spans)
     return inside if in_class else f"[{inside}]"
 
 
@@ -148,11 +148,14 @@ def _by_category() -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def _complement(spans: Spans) -> Spans:
-    """Return the characters outside ascending spans."""
-    edges = [-1, *(edge for span in spans for edge in span), sys.maxunicode + 1]
-    gaps = zip(edges[::2], edges[1::2], strict=True)
-    return tuple((before + 1, after - 1) for before, after in gaps if before + 1 < after)
+def complement(spans: Spans) -> Spans:
+    """Return the characters outside spans, which are sorted by their first characters."""
+    gaps, low = [], 0
+    for first, last in spans:
+        if first > low:
+            gaps.append((low, first - 1))
+        low = max(low, last + 1)
+    return (*gaps, (low, sys.maxunicode)) if low <= sys.maxunicode else tuple(gaps)
 
 
 def _inside(spans: Spans) -> str:

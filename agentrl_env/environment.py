@@ -103,9 +103,8 @@ class Environment(ABC):
 
         If a controller continues the sessions of dead servers elsewhere (``--resume``), it is called
         after every step, and the value is encoded as plain data (``agentrl_env.session.state_codec``):
-        None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, deque, NumPy arrays, scalars
-        and generators, ``random.Random``, the models of ``agentrl_env.types``, and dataclasses, pydantic
-        models and enums that the task's package defines at the top level of a module. They are decoded
+        the types of ``state_codec.SUPPORTED``, which include dates, decimals, paths and NumPy's generators,
+        and dataclasses, named tuples, pydantic models and enums of the task's own package. They are decoded
         without calling ``__init__``. A session whose state contains anything else, or exceeds 1 MiB, is
         lost with its server.
         """

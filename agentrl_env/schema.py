@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
-from pydantic_core import from_json
+from pydantic_core import SchemaError, from_json
 from typing_extensions import TypedDict
 
 from agentrl_env.errors import DefinitionError
@@ -25,6 +25,19 @@ _MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
 MAX_ERRORS = 3
 """Errors of one call that the model is shown."""
 _MAX_ECHO = 80
+_WHOLE_NUMBER = re.compile(r"\d\.0|\d[eE]")
+"""What a JSON text has if a whole number in it is written with a point or an exponent."""
+_DATE = "an ISO 8601 date such as '2024-02-29'"
+_DATETIME = "an ISO 8601 date and time such as '2024-02-29T12:00:00Z'"
+_TIME = "an ISO 8601 time such as '12:00:00'"
+_DURATION = "an ISO 8601 duration such as 'PT1H30M'"
+_FORMATS = {
+    **dict.fromkeys(("date_type", "date_parsing", "date_from_datetime_parsing"), _DATE),
+    **dict.fromkeys(("datetime_type", "datetime_parsing", "datetime_from_date_parsing"), _DATETIME),
+    **dict.fromkeys(("time_type", "time_parsing"), _TIME),
+    **dict.fromkeys(("time_delta_type", "time_delta_parsing"), _DURATION),
+}
+"""The format that an argument should have, by the type of the error."""
 
 
 class ArgumentError(Exception):
@@ -42,6 +55,7 @@ class Arguments:
         self.unknown = tuple(name for name in described if name not in fields)
         """Names in the ``Args:`` section that no parameter has."""
         self._adapter = self._build(fields)
+        self._check_values()
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
         self.schema = _plain(self._json_schema(fields))
         self.schema.setdefault("properties", {})
@@ -51,12 +65,18 @@ class Arguments:
         """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
 
         Validation is strict (``"7"`` is not an integer), so that it accepts exactly what the schema
-        permits. Blank text means no arguments. NaN and infinity are no JSON, wherever they are.
+        permits. As in JSON Schema, 1.0 is an integer. Blank text means no arguments. NaN and infinity are no
+        JSON, wherever they are.
         """
         try:
             arguments = self._validate(text if text.strip() else "{}", strict=True)
         except ValidationError as error:
-            raise ArgumentError(self._explain(error)) from None
+            try:
+                arguments = self._validate(_with_integers(text), strict=True)
+            except ValidationError as remaining:
+                raise ArgumentError(self._explain(remaining)) from None
+            except ValueError:
+                raise ArgumentError(self._explain(error)) from None
         check_finite(text)  # pydantic looks at parameters of type float only
         return arguments
 
@@ -75,12 +95,8 @@ class Arguments:
         return fields
 
     def _build(self, fields: dict[str, Any]) -> TypeAdapter[dict[str, Any]]:
-        # A TypedDict, not a model: its keys may have any name (``copy``, ``schema``, ``_x``).
-        make: Any = TypedDict
-        typed = make("Arguments", fields)
-        typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
         try:
-            return TypeAdapter(typed)
+            return TypeAdapter(_typed_dict(fields))
         except Exception as error:
             raise self._without_schema(fields, error) from error
 
@@ -89,6 +105,14 @@ class Arguments:
             return self._adapter.json_schema()
         except PydanticUserError as error:
             raise self._without_schema(fields, error) from error
+
+    def _check_values(self) -> None:
+        """Raise DefinitionError if a Literal or an Enum has a value that no JSON value equals."""
+        for value in _not_json(self._adapter.core_schema):
+            raise self._invalid(
+                f"an argument can be {value!r:.80}, which JSON cannot express; write the plain values in "
+                "Literal[...], and use an Enum whose values are text or numbers"
+            )
 
     def _check_defaults(self, function: Callable[..., Any]) -> None:
         """Raise DefinitionError where the schema has a default that a model could not pass."""
@@ -120,15 +144,17 @@ class Arguments:
     def _without_schema(self, fields: Mapping[str, Any], error: Exception) -> DefinitionError:
         """Return the error of the first parameter whose type alone has no schema either."""
         for name, annotation in fields.items():
-            make: Any = TypedDict
             try:
-                TypeAdapter(make("Argument", {name: annotation})).json_schema()
-            except Exception as found:
-                reason = "" if isinstance(found, PydanticUserError) else f" ({str(found).splitlines()[0]})"
+                TypeAdapter(_typed_dict({name: annotation})).json_schema()
+            except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 return self._invalid(
-                    f"no schema for its arguments: parameter {name!r} has a type that JSON cannot express"
-                    f"{reason}; use str, int, float, bool, list, dict, Literal, an Enum or a pydantic model"
+                    f"no schema for its arguments: parameter {name!r} has a type that JSON cannot express; "
+                    "use str, int, float, bool, list, dict, Literal, an Enum or a pydantic model"
                 )
+            except Exception as found:
+                # The outermost cause of pydantic, the innermost of pydantic-core.
+                reason = str(found).splitlines()[-1 if isinstance(found, SchemaError) else 0].strip(" .")
+                return self._invalid(f"no schema for its arguments: parameter {name!r}: {reason}")
         return self._invalid(f"no schema for its arguments: {str(error).splitlines()[0]}")
 
     def _invalid(self, problem: str) -> DefinitionError:
@@ -178,8 +204,7 @@ class Arguments:
                 return f"argument {echo(where)} should be a JSON object, got {echo(problem['input'])}"
             case "dict_type" if not where:
                 return "arguments must be a JSON object"
-        reason = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        return f"argument {echo(where)} should be {reason}, got {echo(problem['input'])}"
+        return f"argument {echo(where)}{_reason(problem)}, got {echo(problem['input'])}"
 
     def _known(self, path: Sequence[str | int]) -> str:
         """Return the names of the fields at a path of an error; "" where a union leaves them open."""
@@ -234,6 +259,16 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(body).strip(), described
 
 
+def _reason(problem: Any) -> str:
+    """Return what is wrong with an argument, as the continuation of its name."""
+    if form := _FORMATS.get(problem["type"]):
+        cause = problem.get("ctx", {}).get("error")
+        return f" should be {form}" + (f" ({cause})" if cause else "")
+    if wanted := re.match(r"[\w ]+? should (.+)", problem["msg"], re.DOTALL):
+        return f" should {wanted[1]}"
+    return f": {problem['msg'].removeprefix('Value error, ')}"
+
+
 def _continues(line: str, current: str) -> bool:
     """Return whether an indented line continues the entry above it: it is indented deeper than entries."""
     return bool(current) and len(line) - len(line.lstrip()) > 4
@@ -254,6 +289,44 @@ def _not_finite(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+
+
+def _typed_dict(fields: Mapping[str, Any]) -> Any:
+    """Return a TypedDict. Unlike the fields of a model, its keys can have any name (``copy``, ``_x``)."""
+    make: Any = TypedDict
+    typed = make("Arguments", fields)
+    typed.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, regex_engine="python-re")
+    return typed
+
+
+def _with_integers(text: str) -> str:
+    """Return a JSON text with whole numbers as integers. Raises ValueError if that changes nothing."""
+    if not _WHOLE_NUMBER.search(text):
+        raise ValueError("no whole number is written with a point or an exponent")
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    return json.dumps(convert(from_json(text)))
+
+
+def _not_json(core_schema: Any) -> Iterator[Any]:
+    """Yield the values of literals and enums in a schema of pydantic-core that no JSON value equals."""
+    if isinstance(core_schema, list):
+        for item in core_schema:
+            yield from _not_json(item)
+    elif isinstance(core_schema, dict):
+        values = core_schema.get("expected", ()) if core_schema.get("type") == "literal" else ()
+        if core_schema.get("type") == "enum":
+            values = [member.value for member in core_schema["members"]]
+        yield from (value for value in values if not isinstance(value, str | int | float | None))
+        for key, item in core_schema.items():
+            if key != "metadata":
+                yield from _not_json(item)
 
 
 def _json_default(value: Any) -> dict[str, Any]:

@@ -8,12 +8,15 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from agentrl_env.client.pattern_sampler import PatternNotDrawn, draw_match
 from agentrl_env.ecma_pattern import python_pattern
 from agentrl_env.json_schema import SchemaProblem, compiled_schema
 from agentrl_env.types import ToolCall, ToolSpec
@@ -21,9 +24,13 @@ from agentrl_env.types import ToolCall, ToolSpec
 WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", "open", "red", "x")
 MAX_DEPTH = 6
 """Below this depth only required properties are drawn, so that recursive schemas terminate."""
+_MATCHES = 50
+"""Draws of a string for a pattern."""
 
 _COMBINERS = ("$ref", "allOf", "anyOf", "oneOf")
 _FORMATS = {
+    "base64": "aGVsbG8=",
+    "base64url": "aGVsbG8=",
     "date": "2024-02-29",
     "date-time": "2024-02-29T12:00:00Z",
     "duration": "P1D",
@@ -33,6 +40,7 @@ _FORMATS = {
     "time": "12:00:00Z",
     "uri": "https://example.com/",
     "uuid": "12345678-1234-4678-9234-567812345678",
+    "uuid4": "12345678-1234-4678-9234-567812345678",
 }
 
 
@@ -47,7 +55,7 @@ def sample_call(
     call_id: str = "call_0",
     words: Sequence[str] = WORDS,
 ) -> ToolCall:
-    """Draw a call of one of ``tools`` with valid arguments.
+    """Draw a call of one of ``tools`` with valid arguments; omit tools for which none are found.
 
     Args:
         tools: The tools to choose from.
@@ -57,15 +65,33 @@ def sample_call(
 
     Raises:
         ValueError: There are no tools.
-        CannotSample: No valid arguments were found.
+        CannotSample: No valid arguments were found for any tool.
     """
     if not tools:
         raise ValueError("There are no tools to call.")
-    function = tools[int(rng.integers(len(tools)))].function
-    arguments = sample_json(function.parameters, rng, words=words)
+    first, problems = int(rng.integers(len(tools))), []
+    for tool in (*tools[first:], *tools[:first]):
+        try:
+            arguments = sample_arguments(tool, rng, words=words)
+        except CannotSample as error:
+            problems.append(error)
+        else:
+            return ToolCall.of(tool.function.name, call_id=call_id, **arguments)
+    raise problems[0]
+
+
+def sample_arguments(
+    tool: ToolSpec, rng: np.random.Generator, *, words: Sequence[str] = WORDS
+) -> dict[str, Any]:
+    """Draw valid arguments of a tool. Raises CannotSample."""
+    function = tool.function
+    try:
+        arguments = sample_json(function.parameters, rng, words=words)
+    except CannotSample as error:
+        raise CannotSample(f"No arguments of {function.name!r} were found. {error}") from None
     if not isinstance(arguments, dict):
         raise CannotSample(f"The parameters of {function.name!r} are not a JSON object.")
-    return ToolCall.of(function.name, call_id=call_id, **arguments)
+    return arguments
 
 
 def sample_json(schema: Mapping[str, Any], rng: np.random.Generator, *, words: Sequence[str] = WORDS) -> Any:
@@ -178,21 +204,34 @@ class _Sampler:
         return low, max(low, high if high is not None else low + width)
 
     def _string(self, schema: Mapping[str, Any], depth: int) -> str:
-        pattern = schema.get("pattern")
-        if pattern is not None:
-            candidates = [*self._words, *schema.get("examples", ()), schema.get("default", "")]
-            searched = python_pattern(pattern)
-            fitting = [w for w in candidates if isinstance(w, str) and re.search(searched or "", w)]
-            if not fitting:
-                raise CannotSample(
-                    f"No known string matches the pattern {pattern!r}; "
-                    "give the parameter examples with Field(examples=[...])."
-                )
-            return cast(str, self._pick(fitting))
+        if schema.get("pattern") and (pattern := python_pattern(schema["pattern"])):
+            return self._matching(pattern, schema)
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         text = " ".join(self._pick(self._words) for _ in range(1 if self._chance(0.7) else 3))
         return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+
+    def _matching(self, pattern: str, schema: Mapping[str, Any]) -> str:
+        """Return a known word that matches a pattern, or a random string."""
+        low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+
+        def fits(text: Any) -> bool:
+            return isinstance(text, str) and low <= len(text) <= high and re.search(pattern, text) is not None
+
+        known = [*self._words, *schema.get("examples", ()), schema.get("default", "")]
+        fitting = [text for text in known if fits(text)]
+        if fitting and (schema.get("examples") or self._chance(0.5)):
+            return str(self._pick(fitting))
+        with contextlib.suppress(PatternNotDrawn):
+            for _ in range(_MATCHES):
+                if fits(text := draw_match(pattern, self._rng, min_length=low)):
+                    return text
+        if fitting:
+            return str(self._pick(fitting))
+        raise CannotSample(
+            f"No string was found for the pattern {schema['pattern']!r}; "
+            "give the parameter examples with Field(examples=[...])."
+        )
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         first, rest = schema.get("prefixItems", ()), schema.get("items")
@@ -217,9 +256,14 @@ class _Sampler:
             for name, part in schema.get("properties", {}).items()
             if name in required or self._chance(chance)
         }
-        others = schema.get("additionalProperties")
-        if isinstance(others, dict) and self._chance(chance):
-            value[str(self._pick(self._words))] = self.draw(others, depth + 1)
+        kinds = [({"pattern": p}, part) for p, part in schema.get("patternProperties", {}).items()]
+        kinds.append((schema.get("propertyNames", {"enum": self._words}), schema.get("additionalProperties")))
+        kinds = [(names, part) for names, part in kinds if isinstance(part, dict)]
+        if kinds:
+            missing = schema.get("minProperties", 0) - len(value)
+            for _ in range(max(2 * missing, int(self._chance(chance)))):
+                names, part = self._pick(kinds)
+                value[str(self.draw(names, depth + 1))] = self.draw(part, depth + 1)
         return value
 
     def _pick(self, options: Sequence[Any]) -> Any:

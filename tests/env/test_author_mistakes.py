@@ -289,7 +289,16 @@ TOOLS = {
     "invalid pattern": (
         "from typing import Annotated\nfrom pydantic import Field\n"
         "@tool  # here\ndef guess(self, n: Annotated[str, Field(pattern='(')]): ...\n",
-        "parameter 'n' has a type that JSON cannot express",
+        "no schema for its arguments: parameter 'n': error: missing ), unterminated subpattern at position 0",
+    ),
+    "Literal of an Enum": (
+        "from enum import Enum\nfrom typing import Literal\n"
+        "@tool  # here\ndef guess(self, n: list[Literal[Enum('Side', 'LEFT').LEFT]]): ...\n",
+        "an argument can be <Side.LEFT: 1>, which JSON cannot express; write the plain values in Literal",
+    ),
+    "Enum of tuples": (
+        "from enum import Enum\n@tool  # here\ndef guess(self, n: Enum('Side', {'LEFT': (0, 1)})): ...\n",
+        "an argument can be (0, 1), which JSON cannot express",
     ),
     "Field as the default": (
         "from pydantic import Field\n@tool  # here\ndef guess(self, n: int = Field(ge=1)): ...\n",

@@ -2,8 +2,11 @@ import asyncio
 import contextlib
 import json
 import math
+import sys
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
 from enum import Enum, StrEnum
 from typing import Annotated, Any, Literal
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
@@ -168,6 +171,83 @@ def test_invalid_argument_raises_one_readable_line(change, message):
 def test_arguments_that_are_not_a_json_object_are_rejected(text):
     with pytest.raises(ArgumentError, match=r"arguments (are not valid JSON|must be a JSON object)"):
         arguments().parse(text)
+
+
+class Plan(Environment):
+    """A task whose tool takes dates and numbers."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool
+    def book(
+        self,
+        day: date,
+        at: datetime,
+        span: timedelta,
+        code: Annotated[str, Field(pattern="^[A-Z]{3}$")],
+        seats: list[int],
+        choice: Literal[1, 2] | None,
+        price: float,
+    ):
+        """Book a room."""
+
+
+GOOD_PLAN = {
+    "day": "2024-02-29",
+    "at": "2024-02-29T12:00:00Z",
+    "span": "PT1H",
+    "code": "ABC",
+    "seats": [1.0, 2e1],
+    "choice": 2.0,
+    "price": 3.0,
+}
+
+
+def test_a_whole_number_with_a_point_is_an_integer():
+    schema = toolset(Plan).tools["book"].arguments.schema
+    assert Draft202012Validator(schema, format_checker=FormatChecker()).is_valid(GOOD_PLAN)
+    values = toolset(Plan).tools["book"].arguments.parse(json.dumps(GOOD_PLAN))
+    assert (values["seats"], values["choice"], values["price"]) == ([1, 20], 2, 3.0)
+    assert [type(seat) for seat in values["seats"]] == [int, int]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"span": "90 min"}, "argument \"span\" should be an ISO 8601 duration such as 'PT1H30M' (invalid"),
+        ({"day": "29 February"}, "argument \"day\" should be an ISO 8601 date such as '2024-02-29' ("),
+        (
+            {"at": "noon"},
+            'argument "at" should be an ISO 8601 date and time such as \'2024',
+        ),
+        ({"code": "abc"}, 'argument "code" should match pattern \'^[A-Z]{3}$\', got "abc"'),
+        ({"seats": [1.5]}, 'argument "seats.0" should be a valid integer, got 1.5'),
+        ({"choice": 3.0}, 'argument "choice" should be 1 or 2, got 3'),
+    ],
+)
+def test_error_of_an_argument_names_the_format(change, message):
+    with pytest.raises(ArgumentError) as caught:
+        toolset(Plan).tools["book"].arguments.parse(json.dumps(GOOD_PLAN | change))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic takes typing.TypedDict from Python 3.12 on")
+def test_cause_of_a_type_without_a_schema_is_named():
+    class Pair(typing.TypedDict):
+        x: int
+
+    class Paired(Environment):
+        def reset(self, sample, rng):
+            return ""
+
+        @tool
+        def put(self, pairs: list[Pair]):
+            """Put pairs."""
+
+    Paired.put.__annotations__["pairs"] = list[Pair]
+    with pytest.raises(DefinitionError, match=r"'pairs': Please use `typing_extensions\.TypedDict` instead"):
+        toolset(Paired)
 
 
 def test_long_list_of_problems_is_truncated():

@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from agentrl_env.client.schema_sampler import CannotSample, sample_call, sample_json, words_in
+from agentrl_env.ecma_pattern import python_pattern
 from agentrl_env.gym.spaces import Conversation, ToolCallSpace
 from agentrl_env.types import FunctionSpec, ToolSpec
 
@@ -94,10 +96,47 @@ def test_pattern_is_sampled_from_matching_examples():
     assert sample_json(schema, np.random.default_rng(0)) == "cabinet 2"
 
 
-def test_pattern_without_matching_examples_raises_with_advice():
-    schema = {"type": "string", "pattern": "^[0-9a-f]{40}$"}
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^[0-9a-f]{40}$",
+        r"^[A-Z]{2}\d{2}(-\w+)?$",
+        r"^(GET|POST) /[^\s?#]*\?$",
+        r"^(?=.*\d)(?=.*[a-z])[^x]{8,}$",
+        r"^(?<quote>['\"])\p{Lu}+\k<quote>$",
+        r"\b\S+@[a-z.]+\.(?:com|org)\b",
+        r"^[\w.-]*?[^][\u{1F600}-\u{1F64F}]$",
+    ],
+)
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32))
+def test_string_is_sampled_from_its_pattern(pattern, seed):
+    schema = {"type": "string", "pattern": pattern, "minLength": 12, "maxLength": 60}
+    text = sample_json(schema, np.random.default_rng(seed))
+    assert 12 <= len(text) <= 60
+    assert re.search(python_pattern(pattern), text)
+
+
+def test_names_are_sampled_from_their_patterns():
+    schema = {"type": "object", "patternProperties": {"^x-[0-9]+$": {"type": "integer"}}, "minProperties": 3}
+    value = sample_json({**schema, "additionalProperties": False}, np.random.default_rng(0))
+    assert len(value) >= 3
+    assert all(re.fullmatch("x-[0-9]+", name) and isinstance(item, int) for name, item in value.items())
+
+
+@pytest.mark.parametrize("pattern", ["^(?=a)b$", "(a{1000}){1000}", "(?!)"])
+def test_pattern_without_a_sampled_match_raises_with_advice(pattern):
     with pytest.raises(CannotSample, match="examples"):
-        sample_json(schema, np.random.default_rng(0))
+        sample_json({"type": "string", "pattern": pattern}, np.random.default_rng(0))
+
+
+def test_tools_without_sampled_arguments_are_omitted():
+    never = {"type": "object", "properties": {"x": {"pattern": "(?!)"}}, "required": ["x"]}
+    odd = ToolSpec(function=FunctionSpec(name="odd", parameters=never))
+    rng = np.random.default_rng(0)
+    assert {sample_call([odd, SAY], rng).function.name for _ in range(10)} == {"say"}
+    with pytest.raises(CannotSample, match="No arguments of 'odd' were found"):
+        sample_call([odd], rng)
 
 
 def test_strings_are_sampled_from_the_given_words():
