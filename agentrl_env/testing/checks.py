@@ -13,6 +13,8 @@ from itertools import zip_longest
 import numpy as np
 
 from agentrl_env.client.client import ClientSession
+from agentrl_env.client.formatting import message_text
+from agentrl_env.client.schema_sampler import CannotSample, sample_arguments
 from agentrl_env.errors import SeqConflict, ServerFull, SessionEnded, WireError
 from agentrl_env.session.loop_watch import ADVICE
 from agentrl_env.testing.context import (
@@ -27,8 +29,9 @@ from agentrl_env.testing.context import (
 )
 from agentrl_env.testing.description import hooks, samples, schema
 from agentrl_env.testing.fuzz import FuzzCase, fuzz_cases
+from agentrl_env.testing.knowledge import knowledge
 from agentrl_env.testing.processes import data_set, processes
-from agentrl_env.testing.report import CheckOutcome, failed, passed, skipped, warned
+from agentrl_env.testing.report import CheckOutcome, failed, passed, shorten, skipped, warned
 from agentrl_env.types import TRUNCATED, Message, SessionStatus, StepResult, ToolCall
 
 BLOCKED_S = 0.1
@@ -40,6 +43,8 @@ EXPERT_EPISODES = 20
 EXPERT_SUCCESS = 0.2
 """Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
 says little about the task."""
+RELIABLE_SUCCESS = 0.8
+"""Success rate of an expert below which a warning tells that many episodes have not been shown solvable."""
 INVALID_TURN = Message.assistant(None, ToolCall.of("no_such_tool"))
 """A turn without effect in every environment."""
 MAX_TURNS = 10_000
@@ -131,6 +136,10 @@ async def results(context: CheckContext) -> CheckOutcome:
             turns += 1
             if problem := _result_problem(turn.result):
                 return failed(f"{rollout.name}, {describe(turn.action)}: {problem}")
+    accepted, refused = _calls(context)
+    if context.task.tools and not accepted:
+        answers = (f"; {action} was answered with {answer!r}" for action, answer in refused.values())
+        return failed(f"No call of a tool was accepted in any episode{next(answers, '')}.")
     returns = [sum(t.result.reward for t in r.turns) for r in context.rollouts if not r.reason]
     span = f"from {min(returns):g} to {max(returns):g}"
     return passed(f"{turns} results of {len(context.rollouts)} episodes; episode rewards {span}.")
@@ -168,9 +177,41 @@ async def random_play(context: CheckContext) -> CheckOutcome:
             for turn in rollout.turns:
                 if problem := _answer_problem(turn.action, turn.result):
                     return failed(f"{rollout.name}: {problem}")
+    if problem := _refused_tools(context):
+        return warned(problem)
     if len(by_chance) >= 5 and all(by_chance):
         return warned(f"Random calls solve all of {len(by_chance)} episodes; the task may be trivial.")
     return passed(f"{turns} turns; random calls solve {sum(by_chance)} of {len(by_chance)} episodes.")
+
+
+def _refused_tools(context: CheckContext) -> str | None:
+    """Return which tools no call could be drawn for, or refused each call that fits their schema."""
+    for tool in context.task.tools:
+        try:
+            sample_arguments(tool, np.random.default_rng(0))
+        except CannotSample as error:
+            return f"Not called: {error}"
+    accepted, refused = _calls(context)
+    for name, (action, answer) in refused.items():
+        if name not in accepted:
+            return f"{name} accepted no call that fits its schema: {action} was answered with {answer!r}."
+    return None
+
+
+def _calls(context: CheckContext) -> tuple[set[str], dict[str, tuple[str, str]]]:
+    """Return the tools that accepted a call, and a refused call of each tool with its answer."""
+    accepted: set[str] = set()
+    refused: dict[str, tuple[str, str]] = {}
+    known = {tool.function.name for tool in context.task.tools}
+    for turn in (turn for rollout in context.rollouts for turn in rollout.turns):
+        names = {call.function.name for call in turn.action.tool_calls or ()}
+        invalid = turn.result.metrics.get("invalid_calls", 0.0)
+        if not invalid:
+            accepted |= names
+        elif len(names) == 1 and names <= known:
+            answer = shorten(" ".join(map(message_text, turn.result.messages)))
+            refused.setdefault(names.pop(), (describe(turn.action), answer))
+    return accepted, refused
 
 
 def _answer_problem(action: Message, result: StepResult) -> str | None:
@@ -380,6 +421,9 @@ async def oracle(context: CheckContext) -> CheckOutcome:
             f"{rate} (rewards {rewards[0]:.3g} to {rewards[-1]:.3g}; success is score()['success'], or else "
             f"a reward of 1 in all); at least {EXPERT_SUCCESS:.0%} are needed to trust task and reward."
         )
+    if wins < RELIABLE_SUCCESS * len(played):
+        lost = ", ".join(rollout.name for rollout in played if not rollout.success)
+        return warned(f"{rate}; unless it errs on purpose, these may have no solution: {shorten(lost)}.")
     return passed(f"{rate}.")
 
 
@@ -436,7 +480,7 @@ async def shutdown(context: CheckContext) -> CheckOutcome:
 
 CHECKS = (
     schema, hooks, samples, data_set, random_play, limits, retry, expert, seed_replay, processes, seed_effect,
-    order, isolation, fork, fuzz, oracle, close, results, output, event_loop, shutdown,
+    order, isolation, fork, fuzz, oracle, knowledge, close, results, output, event_loop, shutdown,
 )  # fmt: skip
 """All checks, in the order they run."""
 RECORDS = (results, output, event_loop, shutdown)

@@ -480,6 +480,7 @@ def test_checks_whose_episodes_all_break_are_not_run():
         "order",
         "isolation",
         "fork",
+        "knowledge",
         "results",
     }
     assert {name for name, verdict in verdicts(report).items() if verdict == "skip"} == not_run

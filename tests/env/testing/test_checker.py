@@ -5,9 +5,10 @@ import itertools
 import random
 import threading
 from collections import Counter
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pytest
+from pydantic import AfterValidator, Field
 
 from agentrl_env import (
     Done,
@@ -78,8 +79,40 @@ def failing(environment, **options):
     return {result.name: result.evidence for result in report_on(environment, **options).failures}
 
 
+class Search(Guess):
+    """Guess a secret number between 1 and 20; the expert halves the range that is left."""
+
+    name = "guess"
+
+    def reset(self, sample, rng):
+        self.low, self.high = 1, 20
+        return super().reset(sample, rng)
+
+    @tool
+    def guess(self, n: int):
+        """Guess the number.
+
+        Args:
+            n: A whole number between 1 and 20.
+        """
+        if n < self.secret:
+            self.low = max(self.low, n + 1)
+        else:
+            self.high = min(self.high, n - 1)
+        return super().guess(n)
+
+    def expert(self, rng):
+        return ToolCall.of("guess", n=(self.low + self.high) // 2)
+
+    def snapshot(self):
+        return vars(self)
+
+    def restore(self, state):
+        vars(self).update(state)
+
+
 def test_valid_environment_passes_every_check():
-    report = check_environment(Guess)
+    report = check_environment(Search)
     assert report.ok
     assert verdicts(report) == {check.__name__: "pass" for check in CHECKS}
     assert report["oracle"].evidence == "The expert solves 20 of 20 episodes."
@@ -428,15 +461,120 @@ def test_expert_that_never_succeeds_fails_oracle():
     assert "solves 0 of 20" in failing(Clueless)["oracle"]
 
 
-def test_noisy_expert_passes_oracle():
+def test_expert_that_solves_half_of_the_episodes_is_a_warning_of_oracle():
     class Noisy(Guess):
         max_turns = 1
 
         def expert(self, rng):
             return ToolCall.of("guess", n=self.secret if rng.random() < 0.5 else 0)
 
-    report = report_on(Noisy)
-    assert report["oracle"].verdict is Verdict.PASS
+    report = report_on(Noisy, checks=only("oracle"))
+    assert report.ok
+    assert report["oracle"].verdict is Verdict.WARN
+    assert "unless it errs on purpose, these may have no solution: sample t" in report["oracle"].evidence
+
+
+def test_expert_that_moves_differently_after_equal_messages_is_a_warning():
+    report = report_on(Guess, checks=only("knowledge"))
+    assert report["knowledge"].verdict is Verdict.WARN
+    assert report["knowledge"].evidence.startswith("After the same messages, the expert plays guess(n=")
+
+
+def test_noise_of_an_expert_that_reads_the_messages_is_not_taken_for_knowledge():
+    class Noisy(Search):
+        def expert(self, rng):
+            return (
+                super().expert(rng) if rng.random() < 0.7 else ToolCall.of("guess", n=int(rng.integers(20)))
+            )
+
+    assert report_on(Noisy, checks=only("knowledge"))["knowledge"].verdict is Verdict.PASS
+
+
+class Phones(Environment):
+    """Find the number of a person."""
+
+    blocking = False
+    looks = False
+
+    def reset(self, sample, rng):
+        self.owner = "person" + str(rng.integers(100, 1000))
+        self.number, self.known = str(rng.integers(10_000, 100_000)), False
+        return f"What is the number of {self.owner}?"
+
+    @tool
+    def look(self):
+        """Read the note on the wall."""
+        self.known = True
+        return f"{self.owner} has the number {self.number}."
+
+    @tool
+    def answer(self, number: str):
+        """Answer.
+
+        Args:
+            number: Five digits.
+        """
+        return Done("Thank you.", reward=float(number == self.number))
+
+    def expert(self, rng):
+        reads = self.looks and not self.known
+        return ToolCall.of("look") if reads else ToolCall.of("answer", number=self.number)
+
+
+def test_expert_that_uses_a_word_before_it_is_said_is_a_warning():
+    report = report_on(Phones, checks=only("knowledge"))
+    assert report["knowledge"].verdict is Verdict.WARN
+    assert "before a message has said it. A policy cannot imitate that." in report["knowledge"].evidence
+
+
+def test_expert_that_reads_first_passes_knowledge():
+    class Reads(Phones):
+        looks = True
+
+    assert report_on(Reads, checks=only("knowledge"))["knowledge"].verdict is Verdict.PASS
+
+
+class Even(Environment):
+    """Send a word that the schema does not describe."""
+
+    blocking = False
+
+    def reset(self, sample, rng):
+        return "Send a word."
+
+    @tool
+    def send(self, word: Annotated[str, AfterValidator(lambda word: ["no such word"].index(word))]):
+        """Send a word."""
+        return Done("Sent.", reward=1.0)
+
+
+def test_task_that_accepts_no_call_fails():
+    evidence = failing(Even, checks=only("random_play", "results"))["results"]
+    assert evidence.startswith("No call of a tool was accepted in any episode; send(word=")
+    assert "was answered with" in evidence
+
+
+def test_tool_that_accepts_no_call_is_a_warning():
+    class Both(Even):
+        @tool
+        def wait(self):
+            """Wait."""
+            return "Still here."
+
+    report = report_on(Both, checks=only("random_play", "results"))
+    assert verdicts(report) == {"random_play": "warn", "results": "pass"}
+    assert "send accepted no call that fits its schema: send(word=" in report["random_play"].evidence
+
+
+def test_tool_without_drawn_arguments_is_a_warning_and_others_are_checked():
+    class Secret(Guess):
+        @tool
+        def unlock(self, code: Annotated[str, Field(pattern="^(?=a)b$")]):
+            """Unlock."""
+
+    report = report_on(Secret, checks=only("random_play", "seed_replay", "isolation"))
+    assert verdicts(report) == {"random_play": "warn", "seed_replay": "pass", "isolation": "pass"}
+    assert "Not called: No arguments of 'unlock' were found." in report["random_play"].evidence
 
 
 def test_invalid_call_of_the_expert_fails_oracle():
@@ -499,19 +637,19 @@ def test_task_that_random_calls_always_solve_warns():
 
 
 def test_pattern_that_cannot_be_sampled_warns():
-    from typing import Annotated
+    class Keyed(Guess):
+        guess = None
+        expert = Environment.expert
 
-    from pydantic import Field
+        @tool
+        def look_up(self, key: Annotated[str, Field(pattern="^(?=a)b$")]):
+            """Look up a key."""
+            return "nothing"
 
-    def look_up(self, key: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]):
-        """Look up a hash."""
-        return "nothing"
-
-    look_up.__annotations__["key"] = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
-    keyed = type("Keyed", (Guess,), {"guess": None, "look_up": tool(look_up)})
-    report = report_on(keyed, checks=only("random_play"))
-    assert report["random_play"].verdict is Verdict.WARN
+    report = report_on(Keyed, checks=only("random_play", "results"))
+    assert verdicts(report) == {"random_play": "warn", "results": "fail"}
     assert "examples" in report["random_play"].evidence
+    assert report["results"].evidence == "No call of a tool was accepted in any episode."
 
 
 def test_tool_errors_are_not_failures():
