@@ -29,6 +29,7 @@ import json, os, sys
 results = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 cases = json.load(sys.stdin)
+print("ready", file=results, flush=True)
 from solution import {function}
 
 
@@ -150,15 +151,21 @@ class Collab(Environment):
 
 
 def _results(code, function, cases):
-    """Run a solution in a sandbox of its own; return its results, none where it has none."""
+    """Run a solution in a sandbox of its own; return its results, none where it has none.
+
+    Raises RuntimeError if the runner stops before it loads the solution.
+    """
     if len(code) > MAX_CODE or "\0" in code:
         return []
     code = code.encode("utf-8", "replace").decode()
     files = {"solution.py": code, "runner.py": RUNNER.format(function=function)}
     with open_sandbox(files=files, **LIMITS) as box:
         done = box.run("python3 runner.py", stdin=json.dumps(cases))
+    begin, _, text = done.stdout.partition("\n")
+    if begin != "ready":
+        raise RuntimeError(f"the hidden tests did not start (status {done.code}): {done.stderr[-500:]}")
     try:
-        results = json.loads(done.stdout)
+        results = json.loads(text)
     except (ValueError, RecursionError):
         return []
     return results if isinstance(results, list) else []

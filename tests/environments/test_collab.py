@@ -266,6 +266,16 @@ async def test_text_that_is_no_code_earns_nothing(client, code):
     assert (await call(session, "submit", code=code)).reward == 0.0
 
 
+async def test_runner_that_crashes_is_a_failed_episode(client, monkeypatch):
+    monkeypatch.setattr(environment, "RUNNER", f"raise OSError('no device')\n{environment.RUNNER}")
+    data = sample(1)
+    session = await client.open("collab", split="test", index=0)
+    result = await call(session, "submit", code=data["privileged"]["reference"])
+    assert result.status == "failed_environment"
+    assert "the hidden tests did not start (status 1)" in json.dumps(result.info)
+    assert "OSError: no device" in json.dumps(result.info)
+
+
 async def test_solution_may_print(client):
     data = sample(1)
     code = data["privileged"]["reference"].replace(
