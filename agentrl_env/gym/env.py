@@ -9,8 +9,7 @@ Example::
 
 The observation is the whole conversation so far, a tuple of messages in OpenAI chat format, so a chat
 model can be called with ``messages=observation, tools=info["tools"]``. An action is a tool call, an
-assistant message or plain text; of another type it raises TypeError. A malformed dict is an invalid turn,
-which the environment answers like a message without a tool call.
+assistant message or plain text; of another type it raises TypeError. A malformed dict is an invalid call.
 
 ``TaskClient`` owns the connection, ``EpisodeRunner`` plays the episodes of one environment, and ``TaskEnv``
 holds the attributes that ``GymEnv`` and ``GymVectorEnv`` share.
@@ -165,7 +164,10 @@ class TaskEnv:
         target: str | None,
     ) -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"Unknown render mode {render_mode!r}; the only one is 'ansi'.")
+            raise ValueError(
+                f"Unknown render mode {render_mode!r}; an episode is a conversation, so the only one is "
+                "'ansi', in which render() returns text."
+            )
         self.render_mode = render_mode
         self._client = TaskClient(url, task, client=client, token=token, target=target)
         self._split, self._wait = split, wait

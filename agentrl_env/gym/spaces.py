@@ -114,7 +114,7 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
 
     Accepts an assistant message, a tool call in OpenAI format or as ``{"name", "arguments"}`` (each as
     a dict or a pydantic object, such as the OpenAI client's), and plain text. A dict or an object that is
-    neither becomes the text of a message without a tool call.
+    neither becomes a call without the name of a tool, which every environment counts as invalid.
 
     Raises TypeError where the action is something else.
     """
@@ -124,8 +124,9 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
         message = _structured_message(fields, call_id) if isinstance(fields, dict) else None
     except (TypeError, ValueError, RecursionError):  # not JSON, or not a message (ValidationError)
         message = None
-    text = action if isinstance(action, str) else repr(action)
-    return _replace_surrogates(message or Message.assistant(text))
+    if message is None and not isinstance(action, str):
+        message = Message.assistant(None, ToolCall.of("", call_id=call_id, action=repr(action)))
+    return _replace_surrogates(message or Message.assistant(action))
 
 
 def check_action(action: Any) -> None:
@@ -139,7 +140,8 @@ def check_action(action: Any) -> None:
 
 def _structured_message(fields: dict[str, Any], call_id: str) -> Message | None:
     if fields.get("role") == "assistant":
-        return Message.model_validate(fields)
+        message = Message.model_validate(fields)
+        return None if message.content is None and not message.tool_calls else message
     if "function" in fields:
         return Message.assistant(None, ToolCall.model_validate({"id": call_id, **fields}))
     if not isinstance(fields.get("name"), str):

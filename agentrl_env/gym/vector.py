@@ -7,8 +7,6 @@ Example::
     while True:
         actions = policy(conversations)
         conversations, rewards, terminated, truncated, infos = env.step(actions)
-        if (done := terminated | truncated).any():
-            conversations, infos = env.reset(options={"reset_mask": done})
 
 The steps of one call are sent together, so they share requests. ``areset``, ``astep`` and ``aclose`` are
 the same for callers on an event loop.
@@ -54,9 +52,10 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
     Observations are a tuple of conversations. Actions are any sequence of ``num_envs`` actions as
     ``GymEnv`` accepts them. Rewards are float64, ``terminated`` and ``truncated`` bool arrays.
 
-    Autoreset is DISABLED by default: after ``terminated | truncated`` the caller resets with
-    ``options={"reset_mask": ...}``, and no action is discarded. NEXT_STEP and SAME_STEP work as in
-    Gymnasium.
+    Autoreset is NEXT_STEP by default, as in Gymnasium: the step after ``terminated | truncated`` discards the
+    action and opens the next episode. ``reset(options={"reset_mask": terminated | truncated})`` opens it
+    before, so that no action is discarded; with DISABLED, the caller must do so. SAME_STEP opens it in the
+    step that ends an episode.
 
     Seeds: an int gives environment ``i`` the seed ``seed + i``, a list gives one to each, and None
     continues each environment's generator. Besides ``reset_mask``, the options are those of
@@ -72,7 +71,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
     Args:
         num_envs: The number of environments.
         url, task, client, token, split, render_mode, wait, target: As for ``GymEnv``.
-        autoreset_mode: An AutoresetMode or its value: "Disabled", "NextStep", "SameStep".
+        autoreset_mode: An AutoresetMode or its value: "NextStep", "SameStep", "Disabled".
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         client: EnvClient | Callable[[], EnvClient] | None = None,
         token: str | None = None,
         split: str = "train",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         render_mode: str | None = None,
         wait: float = 30.0,
         target: str | None = None,
@@ -230,7 +229,8 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
             ended = [i for i in np.flatnonzero(~self.running).tolist() if i not in self._autoresets]
             if ended:
                 reset = "reset all, or these with options={'reset_mask': ...}"
-                raise ResetNeeded(f"No episode is running in {ended}: {reset}.")
+                later = "After the first reset, autoreset_mode='NextStep' or 'SameStep' resets ended episodes"
+                raise ResetNeeded(f"No episode is running in {ended}: {reset}. {later}.")
             ignored = self._autoresets if self.autoreset_mode is AutoresetMode.NEXT_STEP else ()
             for i in range(self.num_envs):
                 if i not in ignored:

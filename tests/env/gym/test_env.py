@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import pickle
 import subprocess
@@ -234,6 +235,34 @@ def test_invalid_action_uses_a_turn(action, where, env, server):
     env.close()
 
 
+class Talk(Guess):
+    """Guess, and talk about it."""
+
+    def respond(self, text):
+        return f"You said {text!r}."
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        {},
+        {"role": "assistant"},
+        {"role": "assistant", "tool_call": {"name": "guess", "arguments": {"n": 3}}},
+        {"tool": "guess", "arguments": {"n": 3}},
+        {"role": "user", "content": "hello"},
+        Message(role="user", content="hello"),
+    ],
+    ids=repr,
+)
+def test_malformed_dict_is_an_invalid_call_and_no_text(action):
+    with contextlib.closing(Talk.gym()) as env:
+        env.reset(seed=1)
+        assert env.step({"role": "assistant", "content": ""})[4]["metrics"]["invalid_calls"] == 0.0
+        observation, *_, info = env.step(action)
+        assert info["metrics"]["invalid_calls"] == 1.0
+        assert observation[-1]["content"] == 'Error: there is no tool "". Tools: guess.'
+
+
 @pytest.mark.parametrize(
     "action", [None, 42, 3.5, [], b"\xff", np.int64(3), np.zeros(3), ("guess", {"n": 3})], ids=repr
 )
@@ -394,8 +423,10 @@ def test_invalid_constructor_arguments_are_rejected():
         GymEnv()
     with pytest.raises(ValueError, match="either url="):
         GymEnv("http://127.0.0.1:9", client=Guess.local)
-    with pytest.raises(ValueError, match="render mode 'human'"):
-        Guess.gym(render_mode="human")
+    with pytest.raises(
+        ValueError, match=r"render mode 'rgb_array'; an episode is a conversation, so .* 'ansi'"
+    ):
+        Guess.gym(render_mode="rgb_array")
 
 
 def test_task_must_be_named_if_several_are_served(server):

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import math
 import pickle
@@ -126,6 +127,7 @@ def make():
     made = []
 
     def make(num_envs=3, environment=Pick, **options):
+        options = {"autoreset_mode": "Disabled", **options}
         options = options if {"url", "client"} & options.keys() else {**options, "client": environment.local}
         made.append(GymVectorEnv(num_envs, **options))
         return made[-1]
@@ -299,10 +301,10 @@ def test_make_vec_uses_the_vector_entry_point(mode, form, server):
     env.close()
 
 
-def test_make_vec_defaults_to_disabled_autoreset():
+def test_make_vec_resets_ended_episodes_by_default():
     env = gymnasium.make_vec(ID, num_envs=2, url="http://127.0.0.1:9", task="pick")
     assert isinstance(env, GymVectorEnv)
-    assert env.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
     assert "http://127.0.0.1:9" in env.spec.to_json()
     assert "autoreset_mode" not in GymVectorEnv.metadata
     env.close()
@@ -470,6 +472,13 @@ def test_failed_reset_names_the_environment_and_leaves_the_others_running(make):
 # Autoreset
 
 
+def test_loop_of_gymnasium_plays_episode_after_episode():
+    with contextlib.closing(GymVectorEnv(2, client=Pick.local)) as env:
+        env.reset(seed=0)
+        turns = [env.step([call(0)] * 2)[0] for _ in range(6)]
+    assert [len(conversations[0]) for conversations in turns] == [3, 5, 7, 1, 3, 5]
+
+
 def test_disabled_autoreset_requires_a_reset(make):
     env = make(2)
     env.reset(seed=0)
@@ -477,7 +486,7 @@ def test_disabled_autoreset_requires_a_reset(make):
         *_, truncated, _ = env.step([call(0)] * 2)
     assert truncated.all()
     env.reset(options={"reset_mask": np.array([True, False])})
-    with pytest.raises(ResetNeeded, match=r"\[1\]"):
+    with pytest.raises(ResetNeeded, match=r"\[1\]: reset all, .* autoreset_mode='NextStep' or"):
         env.step([call(0)] * 2)
     conversations, _ = env.reset(options={"reset_mask": ~env.running})
     assert [len(conversation) for conversation in conversations] == [1, 1]
