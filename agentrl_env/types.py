@@ -19,7 +19,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class _Frozen(BaseModel):
@@ -63,6 +63,12 @@ class Message(_Frozen):
     tool_call_id: str | None = Field(default=None, exclude_if=_absent)
     name: str | None = Field(default=None, exclude_if=_absent)
 
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _named(cls, calls: Any) -> Any:
+        """Name calls without an id by their position, and write numbers as text: some models do neither."""
+        return [_named(call, n) for n, call in enumerate(calls)] if isinstance(calls, list) else calls
+
     @classmethod
     def assistant(cls, content: str | None = None, *calls: ToolCall) -> Message:
         """Build an assistant message from text and tool calls."""
@@ -71,6 +77,15 @@ class Message(_Frozen):
     def wire(self) -> dict[str, Any]:
         """Return the OpenAI chat form: absent fields are omitted, except ``content``."""
         return self.model_dump()
+
+
+def _named(call: Any, position: int) -> Any:
+    if not isinstance(call, dict):
+        return call
+    given = call.get("id")
+    if given is None:
+        return {**call, "id": f"call_{position}"}
+    return {**call, "id": str(given)} if type(given) is int else call
 
 
 class FunctionSpec(_Frozen):

@@ -17,7 +17,6 @@ from typing import Any
 import typer
 
 from agentrl_env.__main__ import app
-from agentrl_env.wire import CALLS
 from agentrl_train.config.reference import reference
 
 log = logging.getLogger("mkdocs.hooks.docs")
@@ -89,18 +88,6 @@ def caller_limits(_: str) -> str:
     rows = ["| name | default | meaning |", "|---|---|---|"]
     for name, field in Limits.model_fields.items():
         rows.append(f"| `{name}` | `{field.default}` | {_cell(meanings.get(name, ''))} |")
-    return "\n".join(rows)
-
-
-def calls(_: str) -> str:
-    """Return the calls of the wire as a table."""
-    rows = ["| call | route | request | answer | agent token | |", "|---|---|---|---|---|---|"]
-    for call in CALLS.values():
-        model = call.body or call.query
-        request, answer = (f"`{kind.__name__}`" if kind else "" for kind in (model, call.answer))
-        agent = "yes" if call.agent else ""
-        route = f"`{call.method} {call.path}`"
-        rows.append(f"| `{call.name}` | {route} | {request} | {answer} | {agent} | {call.summary} |")
     return "\n".join(rows)
 
 
@@ -181,7 +168,6 @@ def _cell(text: str) -> str:
 GENERATED = {
     "command": command_options,
     "limits": caller_limits,
-    "calls": calls,
     "settings": run_settings,
     "preset": preset,
     "evidence": evidence,

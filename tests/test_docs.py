@@ -23,6 +23,7 @@ from agentrl_env import evaluation, sandbox, testing
 from agentrl_env.__main__ import app as environment_app
 from agentrl_env.fleet.config import read_fleet_config
 from agentrl_env.launch.process import ServerProcess
+from agentrl_env.types import SessionInfo, SessionStatus, StepResult
 from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
 from agentrl_train.__main__ import app as train_app
 from agentrl_train.config import RunConfig, load_config
@@ -257,6 +258,23 @@ def test_generated_parts_have_content(page: Path) -> None:
     spec.loader.exec_module(hooks)
     for kind, argument in hooks.MARKER.findall(page.read_text()):
         assert len(hooks.GENERATED[kind](argument).splitlines()) > 2
+
+
+def test_page_of_the_wire_has_every_call_and_status() -> None:
+    text = (ROOT / "docs/wire.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| `" in line]
+    expected = []
+    for call in CALLS.values():
+        request, answer = (
+            f"`{kind.__name__}`" if kind else "" for kind in (call.body or call.query, call.answer)
+        )
+        route, agent = f"`{call.method} {call.path}`", "yes" if call.agent else ""
+        expected.append([f"`{call.name}`", route, request, f"{call.status} {answer}".strip(), agent])
+    assert sorted(row[:5] for row in rows if len(row) == 6) == sorted(expected)
+    statuses = [status for row in rows for status in re.findall(r"`(\w+)`", row[0]) if len(row) == 2]
+    assert set(SessionStatus) <= set(statuses)
+    for model in (StepResult, SessionInfo):
+        assert set(model.model_fields) <= set(statuses)
 
 
 def test_reference_has_every_public_name() -> None:

@@ -6,6 +6,7 @@ HTTP and the WebSocket both end here; a controller's link skips authorization.
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -128,6 +129,8 @@ class Api:
             session_id: session of the HTTP path; None where the text names it.
         """
         self.check_values(text, who)
+        if isinstance(text, bytes):
+            text = text.removeprefix(BOM_UTF8)
         return await self.answer_checked(call, text, who, session_id)
 
     async def answer_checked(
@@ -358,6 +361,8 @@ def read(model: type[M], text: bytes | str) -> M:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
+        if text[:2] == _GZIP:
+            raise InvalidRequest("the body is compressed with gzip; send plain JSON") from error
         raise InvalidRequest(explain(error)) from error
 
 
@@ -389,6 +394,10 @@ def read_step(text: bytes | str, session_id: str | None) -> Step:
         slow = read(StepBody, text)
         return StepRequest.model_construct(session_id=session_id, seq=slow.seq, message=slow.message)
     return FastStep(session_id, body.seq, body.message)
+
+
+_GZIP = b"\x1f\x8b"
+"""First bytes of data that gzip has compressed."""
 
 
 class _Sessions(msgspec.Struct):

@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import json
 
 import httpx
@@ -111,6 +112,30 @@ async def test_invalid_tool_call_is_a_result_and_not_an_http_error(http):
     answer = await http.post(url, json=body(1, "nope"))
     assert answer.status_code == 200
     assert answer.json()["metrics"]["invalid_calls"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "answered"),
+    [([None, None], ["call_0", "call_1"]), ([7, "b"], ["7", "b"]), (["a", 0], ["a", "0"])],
+)
+async def test_calls_without_an_id_are_named_by_their_position(http, ids, answered):
+    url = f"/v1/sessions/{(await opened(http))['session_id']}/step"
+    function = {"name": "note", "arguments": '{"text": "x"}'}
+    calls = [{"type": "function", "function": function} | ({} if i is None else {"id": i}) for i in ids]
+    answer = await http.post(url, json={"seq": 1, "message": {"role": "assistant", "tool_calls": calls}})
+    assert answer.status_code == 200
+    assert [message["tool_call_id"] for message in answer.json()["messages"]] == answered
+
+
+async def test_a_byte_order_mark_is_ignored_and_a_compressed_body_is_named(http):
+    mark = b"\xef\xbb\xbf"
+    answer = await http.post("/v1/sessions", content=mark + b'{"sessions": [{"task": "quick"}]}')
+    assert answer.status_code == 201
+    url = f"/v1/sessions/{answer.json()['sessions'][0]['session_id']}/step"
+    assert (await http.post(url, content=mark + json.dumps(body(1)).encode())).json()["seq"] == 1
+    answer = await http.post(url, content=gzip.compress(json.dumps(body(2)).encode()))
+    assert error_of(answer) == (422, "invalid_request")
+    assert answer.json()["error"]["message"] == "the body is compressed with gzip; send plain JSON"
 
 
 async def test_each_error_has_its_type_and_status(serving):
