@@ -51,13 +51,22 @@ class RunRecord:
         return found[-1] if found else None
 
 
+RUN_FILES = ("config.toml", "metrics.jsonl", "trajectories", "summary.json")
+"""Files and folders of a run. A folder with one of them is a run folder."""
+
+
 def write_report(folder: Path) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Raises ``RunFolderError`` if the folder does not exist or cannot be written.
+    Raises ``RunFolderError`` if the folder does not exist, has no file of a run, or cannot be written.
     """
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; give the path of a run folder, such as runs/NAME.")
+    if not any((folder / name).exists() for name in RUN_FILES):
+        names = ", ".join(RUN_FILES)
+        raise RunFolderError(
+            f"{folder} has none of {names}; give the path of a run folder, such as runs/NAME."
+        )
     path = folder / "report.html"
     with run_folder_errors(folder):
         write_file(path, render(read_run(folder)).encode("utf-8", errors="replace"))

@@ -305,7 +305,8 @@ def test_any_part_may_be_missing(tmp_path: Path, missing: str):
     read_page(folder)
 
 
-def test_empty_folder_has_report(tmp_path: Path):
+def test_run_without_a_step_has_report(tmp_path: Path):
+    (tmp_path / "config.toml").touch()
     _, checker = read_page(tmp_path)
     assert "no step was trained" in " ".join(checker.text)
 
@@ -313,6 +314,13 @@ def test_empty_folder_has_report(tmp_path: Path):
 def test_missing_folder_is_reported(tmp_path: Path):
     with pytest.raises(RunFolderError, match="give the path of a run folder"):
         write_report(tmp_path / "none")
+
+
+def test_report_is_not_written_into_another_folder(tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(RunFolderError, match=r"has none of config\.toml, .*; give the path of a run folder"):
+        write_report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_malformed_lines_are_skipped(tmp_path: Path):
