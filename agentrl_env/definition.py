@@ -56,6 +56,10 @@ _FOREIGN_HOOKS = {
 """Names that other libraries give to hooks."""
 
 
+_FOREIGN_PARAMETERS = {"reset": ("seed", "options")}
+"""Parameters that methods of the same name have in other libraries, with another meaning."""
+
+
 def check_class(environment: Any, *, base: type[T]) -> type[T]:
     """Return an Environment class if it is complete. Raises DefinitionError.
 
@@ -205,10 +209,25 @@ def _check_method(environment: type, name: str, value: Any, base: type) -> None:
         if of_class and inspect.isfunction(value):
             advice = f"put @classmethod above it, and {advice}"
         raise DefinitionError(f"{what} is called with other arguments; {advice}", value)
+    expected = [p.name for p in parameters if p.default is p.empty][-given:] if given else []
+    if mistaken := _mistaken_parameter(getattr(environment, name), name, expected):
+        passed = f"is called with ({', '.join(expected)}) in this order"
+        advice = f"write {_signature_text(base, name)}"
+        raise DefinitionError(f"{what} has a parameter {mistaken!r}, but {passed}; {advice}", value)
     if of_class and name not in ("startup", "shutdown") and inspect.iscoroutinefunction(_plain(value)):
         raise DefinitionError(f"{what} cannot be async; write a plain classmethod", value)
     if not of_class and (inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value)):
         raise DefinitionError(f"{what} yields; return the value instead", value)
+
+
+def _mistaken_parameter(function: Callable[..., Any], name: str, expected: list[str]) -> str | None:
+    """Return a parameter that gets another argument than its name says; None if there is none."""
+    try:
+        own = list(inspect.signature(function).parameters)[: len(expected)]
+    except ValueError:  # a builtin without a signature
+        return None
+    mistaken = (p for p, wanted in zip(own, expected, strict=False) if p != wanted)
+    return next((p for p in mistaken if p in (*expected, *_FOREIGN_PARAMETERS.get(name, ()))), None)
 
 
 def _plain(value: Any) -> Any:

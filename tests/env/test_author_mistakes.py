@@ -196,6 +196,15 @@ HOOKS = {
         "def reset(self, *, seed=None, options=None):  # here\n    return ''\n",
         "Guess.reset is called with other arguments; write reset(self, sample, rng)",
     ),
+    "reset with Gymnasium's arguments": (
+        "def reset(self, seed=None, options=None):  # here\n    return ''\n",
+        "Guess.reset has a parameter 'seed', but is called with (self, sample, rng) in this order; write "
+        "reset(self, sample, rng)",
+    ),
+    "reset with swapped arguments": (
+        "def reset(self, rng, sample):  # here\n    return ''\n",
+        "Guess.reset has a parameter 'rng', but is called with (self, sample, rng) in this order",
+    ),
     "reset of the class": (
         "@classmethod  # here\ndef reset(cls, sample, rng):\n    return ''\n",
         "Guess.reset is a classmethod; the state of an episode belongs on self",
