@@ -14,8 +14,9 @@ public methods as tools, and takes the reward from ``get_reward``.
 from __future__ import annotations
 
 import inspect
+import json
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union
 from urllib.parse import unquote
 
@@ -175,7 +176,7 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
     described, parameters = [], []
     for key, part in sorted(arguments.items(), key=lambda item: item[0] not in required):
         about = part if isinstance(part, Mapping) else {}
-        described.append(f"    {key}: {' '.join(str(about.get('description', key)).split())}")
+        described.append(f"    {key}: {_description(key, about, root)}")
         default = inspect.Parameter.empty if key in required else about.get("default")
         annotation = python_type(part, root)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -192,6 +193,34 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     method.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
     return method
+
+
+def _description(key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Return the description of an argument, and the schemas of its objects, which Python types lack."""
+    about = " ".join(str(schema.get("description", key)).split())
+    objects = [json.dumps(part) for part in _objects(schema, root, frozenset())]
+    return " ".join([about, *(f"JSON Schema of the object: {text}." for text in dict.fromkeys(objects))])
+
+
+def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects with properties in the schema of an argument, those in lists and unions included."""
+    schema, within = _followed(schema, root, within)
+    if "properties" in schema:
+        yield {key: _resolved(value, root, within) for key, value in schema.items() if key != "description"}
+        return
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), schema.get("items")):
+        if isinstance(part, Mapping):
+            yield from _objects(part, root, within)
+
+
+def _resolved(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Any:
+    """Return a part of a schema with its references replaced, except those that lead back to it."""
+    if isinstance(schema, list):
+        return [_resolved(part, root, within) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    schema, within = _followed(schema, root, within)
+    return {key: _resolved(value, root, within) for key, value in schema.items()}
 
 
 def _is_python_name(name: str) -> bool:

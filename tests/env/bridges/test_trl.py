@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -154,6 +156,40 @@ def test_calls_of_foreign_tools_reach_their_server():
     slot, _ = foreign({"properties": {"start": {"type": "integer"}, "end": {"$ref": "#/properties/start"}}})
     assert slot.look(end=3) == '{"end": 3}'
     assert "'x' is not of type 'integer'" in slot.look(end="x")
+
+
+@dataclass
+class Spot:
+    x: int
+    inner: "Spot | None" = None
+
+
+class Points(Environment):
+    """Takes points."""
+
+    def reset(self, sample, rng):
+        return ""
+
+    @tool
+    def draw(self, spots: list[Spot], at: Spot | None = None):
+        """Draw.
+
+        Args:
+            spots: The spots.
+            at: The center.
+        """
+        return f"{spots}, {at}"
+
+
+def test_description_of_an_object_has_its_schema():
+    slot = Points.trl()()
+    slot.reset(index=0)
+    spots, at = re.findall(r"    (?:spots|at): (.*)", inspect.getdoc(slot.draw).replace("\n    ", "\n    "))
+    about, _, schema = spots.partition(" JSON Schema of the object: ")
+    assert about == "The spots."
+    assert json.loads(schema.removesuffix("."))["properties"]["x"] == {"type": "integer"}
+    assert at.startswith("The center. JSON Schema of the object: {")
+    assert slot.draw(spots=[{"x": 1}], at={"x": 2}) == "[Spot(x=1, inner=None)], Spot(x=2, inner=None)"
 
 
 @pytest.mark.bridges
