@@ -11,7 +11,7 @@ import typer
 
 from agentrl_env import __version__
 from agentrl_env.cli import author, check, evaluate, operator
-from agentrl_env.errors import AgentRLError
+from agentrl_env.errors import AgentRLError, check_system
 
 app = typer.Typer(
     name="agentrl-env",
@@ -64,6 +64,7 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # without UTF-8 a terminal loses only single characters
     try:
+        check_system()
         command()
     except AgentRLError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ AgentRLError
 ├── SandboxUnavailable        a task requires a sandbox and this machine supports none
 ├── SandboxFailed             an infrastructure failure of a sandbox, not of a command in it
 ├── StateError                a session's state that cannot be encoded or decoded
+├── UnsupportedSystem         the commands do not run on this operating system
 ├── ServerUnreachable         no server answers at the URL
 ├── CallTimeout               the server did not answer in time
 ├── ClientClosed              the client was closed before the call
@@ -42,6 +43,7 @@ AgentRLError
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -53,6 +55,19 @@ AUTHOR_ERRORS = (Exception, SystemExit)
 
 class AgentRLError(Exception):
     """Base class of every error that agentrl_env and agentrl_train raise on purpose."""
+
+
+class UnsupportedSystem(AgentRLError):
+    """The operating system lacks what the commands need."""
+
+
+def check_system() -> None:
+    """Raise UnsupportedSystem unless the commands run on this operating system."""
+    if platform.system() == "Windows":
+        raise UnsupportedSystem(
+            "the commands run on Linux and macOS, and not on Windows itself; run them in WSL 2 "
+            "(https://learn.microsoft.com/windows/wsl) or in a container"
+        )
 
 
 class ToolError(AgentRLError):

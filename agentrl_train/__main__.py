@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from agentrl_env.errors import AgentRLError, install_extra
+from agentrl_env.errors import AgentRLError, check_system, install_extra
 from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
 from agentrl_train.training.trainer import Trainer
@@ -275,6 +275,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def _run(command: Callable[[], Any]) -> int:
     try:
+        check_system()
         command()
     except (TrainError, AgentRLError) as error:
         print(f"agentrl-train: {error}", file=sys.stderr)

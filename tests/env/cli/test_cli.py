@@ -168,6 +168,16 @@ def test_tests_of_two_new_environments_run_together(cli, tmp_path):
     assert "2 tests collected" in ran.stdout, ran.stdout
 
 
+@pytest.mark.parametrize("arguments", [["check", "guess"], ["serve", "guess"], ["eval", "guess"]])
+def test_commands_name_the_supported_systems_on_windows(cli, monkeypatch, arguments):
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    code, _, err = cli(*arguments)
+    assert code == 1
+    assert err.startswith(
+        "error: the commands run on Linux and macOS, and not on Windows itself; run them in WSL"
+    )
+
+
 def test_new_environment_is_short(cli):
     cli("new", "guess")
     source = Path("guess/environment.py").read_text()
