@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 
 from rich.console import Console
@@ -161,6 +162,9 @@ class _ForegroundFleet(LocalFleet):
         while True:
             await requested.wait()
             requested.clear()
+            self.supervisor.report(
+                "SIGHUP: replacing the servers; changes of the fleet's file need a restart"
+            )
             try:
                 await self.roll()
             except Exception as error:  # the next request may succeed
@@ -176,7 +180,7 @@ class _ForegroundFleet(LocalFleet):
 
 
 def up(config: FleetConfig, token: str | None = None) -> None:
-    """Run a fleet until Ctrl-C or SIGTERM; SIGHUP replaces its servers one by one.
+    """Run a fleet until Ctrl-C or SIGTERM; SIGHUP replaces its servers, as configured at the start.
 
     Args:
         config: what to run.
@@ -184,5 +188,8 @@ def up(config: FleetConfig, token: str | None = None) -> None:
 
     Raises AgentRLError if the fleet cannot start; everything that had started is stopped.
     """
-    report = partial(print, file=sys.stderr, flush=True)
-    run_until_stopped(_ForegroundFleet(config, report, token), print_now)
+    run_until_stopped(_ForegroundFleet(config, _report, token), print_now)
+
+
+def _report(line: str) -> None:
+    print(f"{datetime.now().astimezone():%Y-%m-%dT%H:%M:%S%z} {line}", file=sys.stderr, flush=True)

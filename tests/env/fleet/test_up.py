@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,10 @@ async def test_dead_server_is_restarted_and_roll_loses_no_session(fleet):
         await session.step(ToolCall.of("guess", n=0))
         await session.close()
         await asyncio.to_thread(until, lambda: log.read_text().count("was replaced") == 2, "all are replaced")
+        notice = (
+            r"(?m)^\d{4}-\d\d-\d\dT[\d:]{8}[+-]\d{4} SIGHUP: .*; changes of the fleet's file need a restart$"
+        )
+        assert re.search(notice, log.read_text())
         assert len(servers(process.pid)) == 2
         assert not before & servers(process.pid)
         await (await client.open("guess")).close()
