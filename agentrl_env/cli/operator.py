@@ -77,6 +77,7 @@ class ServeSettings(options.ProcessOptions):
     token: options.ServerToken = None
     token_file: options.TokenFile = None
     insecure: options.Insecure = False
+    print_metrics_token: options.PrintMetricsToken = False
     workers: Annotated[
         int,
         fleet_option(min=1, metavar="N", help="Serve with this many processes, which share the sessions."),
@@ -132,6 +133,7 @@ class ControllerSettings(options.ProcessOptions):
             help="Print the token that lets servers connect and permits nothing else, and exit.",
         ),
     ] = False
+    print_metrics_token: options.PrintMetricsToken = False
     redis: Annotated[
         str | None,
         fleet_option(
@@ -159,13 +161,17 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
     The first Ctrl-C lets open sessions end; a second one stops at once.
     """
     from agentrl_env.hosting.serve import serve as run
+    from agentrl_env.server.auth import metrics_token
 
+    token = options.resolve_token(context, settings.token, settings.token_file)
+    if settings.print_metrics_token:
+        options.print_derived_token(token, metrics_token)
+        return
     if not settings.targets:
         raise typer.BadParameter(
             "give at least one, here or as targets in the --config file", ctx=context, param_hint="TARGET..."
         )
     _check_combination(settings)
-    token = options.resolve_token(context, settings.token, settings.token_file)
     if settings.reload:
         _reload(settings.targets, settings, token)
         return
@@ -210,14 +216,11 @@ def controller(context: typer.Context, settings: ControllerSettings) -> None:
     from agentrl_env.fleet.controller import FleetService
     from agentrl_env.fleet.redis_store import RedisStore
     from agentrl_env.fleet.serve import control
-    from agentrl_env.server.auth import link_token
+    from agentrl_env.server.auth import link_token, metrics_token
 
     token = options.resolve_token(context, settings.token, settings.token_file)
-    if settings.print_link_token:
-        if not token:
-            reason = "the link token is derived from the operator's"
-            raise AgentRLError(f"{reason}; give --token-file or AGENTRL_TOKEN")
-        print(link_token(token))
+    if settings.print_link_token or settings.print_metrics_token:
+        options.print_derived_token(token, link_token if settings.print_link_token else metrics_token)
         return
     with settings.process().apply() as begun:
         sessions = FleetService(
@@ -249,7 +252,7 @@ def up(
 ) -> None:
     """Run a whole fleet from one file until Ctrl-C.
 
-    SIGHUP replaces its servers one by one.
+    SIGHUP replaces its servers one by one. Changes of FILE need a restart.
     """
     from agentrl_env.fleet.config import read_fleet_config
 

@@ -120,6 +120,22 @@ def is_url(target: str) -> bool:
     return target.startswith(("http://", "https://", "ws://", "wss://"))
 
 
+PrintMetricsToken = Annotated[
+    bool,
+    security_option(
+        "--print-metrics-token",
+        help="Print the token that permits to read /metrics and nothing else, and exit.",
+    ),
+]
+
+
+def print_derived_token(token: str | None, derive: Callable[[str], str]) -> None:
+    """Print a token that is derived from the operator's. Raises AgentRLError without one."""
+    if not token:
+        raise AgentRLError("the token is derived from the operator's; give --token-file or AGENTRL_TOKEN")
+    print(derive(token))
+
+
 def log_to_stderr(enabled: bool) -> None:
     """Show or hide the log, which has the tracebacks of authors' code."""
     handler: logging.Handler = logging.StreamHandler() if enabled else logging.NullHandler()

@@ -100,6 +100,7 @@ class FleetService:
             metrics=self.metrics,
             clock=clock,
         )
+        self.metrics.servers = lambda: [server.summary() for server in self.registry.servers.values()]
         self.servers = self.registry.servers
         """Servers by id."""
         self._placement = Placement(self.servers, task_limits=task_limits or {}, client_limit=client_limit)

@@ -204,7 +204,7 @@ def _container(config: FleetConfig, work: _Workload) -> dict[str, Any]:
         "ports": [{"name": "http", "containerPort": work.port}],
         "resources": {"limits": limits, "requests": limits},
         "startupProbe": {**health, "periodSeconds": 2, "failureThreshold": 60},
-        "readinessProbe": {**health, "periodSeconds": 5},
+        "readinessProbe": {"httpGet": {**health["httpGet"], "path": "/ready"}, "periodSeconds": 5},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
         "securityContext": {
             "allowPrivilegeEscalation": False,

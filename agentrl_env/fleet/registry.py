@@ -36,6 +36,8 @@ MAX_SOURCES = 4096
 """Number of serving processes whose last report is kept, to know what the next one adds."""
 _NO_TASK, _NO_DURATIONS = TaskCounts(), Durations()
 _STATUSES = frozenset(status.value for status in SessionStatus)
+LOST_STATUS = SessionLost.type
+"""Status under which sessions of lost servers are counted; none of them has ended by itself."""
 LOST = "the server that held the session is gone; open a new one"
 
 
@@ -139,7 +141,10 @@ class Registry:
         self._stuck_after_s = max(lost_after_s, stuck_after_s)
         self._on_room = on_room
         self._clock = clock
-        self._counts = FleetCounts(metrics or Metrics())
+        self._metrics = metrics or Metrics()
+        self._counts = FleetCounts(self._metrics)
+        self._orphans: OrderedDict[str, str] = OrderedDict()
+        """Tasks of the sessions of lost servers that others can continue."""
         self._recently_lost: OrderedDict[str, tuple[LostServer, float]] = OrderedDict()
         """Lost servers, and when, oldest first."""
         self._started = -math.inf
@@ -232,7 +237,9 @@ class Registry:
         with suppress(StateUnavailable):  # the watch reports it later
             await self._report_lost(server_id)
         if server is not None:
-            logger.warning("server %s is lost with %d sessions: %s", server_id, len(server.sessions), reason)
+            fate = "others continue its" if self.routing.survives else "so are its"
+            words = "server %s is lost, %s %d sessions: %s"
+            logger.warning(words, server_id, fate, len(server.sessions), reason)
             self._show_lost(server, reason)
             self._remove(server_id, LOST)
 
@@ -366,7 +373,23 @@ class Registry:
             async with asyncio.timeout(seconds), self._joined:
                 await self._joined.wait_for(condition)
 
+    def count_lost(self, session_id: str) -> None:
+        """Count a session of a lost server that no other server continues; idempotent."""
+        if task := self._orphans.pop(session_id, None):
+            self._metrics.ended[task, LOST_STATUS] += 1
+
+    def _count_orphans(self, server: RemoteServer) -> None:
+        """Count the sessions of a lost server, or remember them if others can continue them."""
+        for row in server.sessions.values():
+            if row.task in server.tasks:
+                self._orphans[row.session_id] = row.task
+                if not self.routing.survives or "fork" not in server.tasks[row.task].capabilities:
+                    self.count_lost(row.session_id)
+        while len(self._orphans) > MAX_REMEMBERED:
+            self._orphans.popitem(last=False)
+
     def _show_lost(self, server: RemoteServer, reason: str) -> None:
+        self._count_orphans(server)
         lost = LostServer(
             server_id=server.server_id,
             place=server.place,

@@ -202,7 +202,11 @@ class Failover(Routing):
             self._interrupted.discard(session_id)
             if not await self._registry.is_lost(home(session_id)):
                 await self._registry.wait_at_startup(lambda: self._holder(session_id) is not None)
-            return self._holder(session_id) or await super().find(session_id)
+            try:
+                return self._holder(session_id) or await super().find(session_id)
+            except SessionLost:
+                self._registry.count_lost(session_id)
+                raise
         adoption = self._adoptions.get(session_id)
         if adoption is None:
             # It goes on without its callers, so that repeated requests do not start it anew.
@@ -369,6 +373,8 @@ class Failover(Routing):
         del self._adoptions[session_id]
         self._interrupted.discard(session_id)
         error = None if adoption.cancelled() else adoption.exception()
+        if isinstance(error, SessionLost):
+            self._registry.count_lost(session_id)
         if error is not None:  # without its text, which may quote what the environment said
             why = getattr(error, "type", type(error).__name__)
             logger.warning("session %s could not be continued: %s", session_id, why)

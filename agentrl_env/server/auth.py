@@ -4,6 +4,7 @@ The operator token permits every call. MAC is the base64url form of HMAC-SHA256.
 
 - An agent token permits to step and read one session: ``agent.SESSION_ID.EXPIRY.ID.MAC``, under a random key
   of the server or fleet. See ``AgentTokens``.
+- The metrics token permits to read ``/metrics``: ``metrics.MAC``, under the operator token.
 - The link token permits a server to connect to a controller, and nothing else: ``link.MAC``, under the
   operator token, so that every controller verifies it and every server can be given it in advance.
 """
@@ -42,6 +43,8 @@ _AGENT = "agent."
 _LINK = re.compile(r"link\.[A-Za-z0-9_-]{43}")
 _OF_LINK = b"\0link"
 """Message of the link token's MAC."""
+_OF_METRICS = b"\0metrics"
+"""Message of the metrics token's MAC."""
 _NAME = re.compile(r"[^\x21-\x7e]+")
 
 
@@ -55,6 +58,8 @@ class Caller:
     """Session of an agent token; None for the operator token."""
     is_server: bool = False
     """True for a link token, which permits no call."""
+    is_monitor: bool = False
+    """True for a metrics token, which permits to read ``/metrics`` and nothing else."""
     rates: Rates | None = None
     """Rate limits of each call; None where the request as a whole was counted."""
     grant: Grant | None = None
@@ -71,12 +76,14 @@ class Caller:
             self.budget.admit()
 
     def check_token(self, agent_may: bool) -> None:
-        """Raise Forbidden for a link token, and for an agent token where ``agent_may`` is False.
+        """Raise Forbidden for a link or metrics token, and for an agent token where ``agent_may`` is False.
 
         Raises Unauthorized for an agent token that has expired or was revoked since it was presented.
         """
         if self.is_server:
             raise Forbidden("a link token only permits a server to join a fleet: serve --controller URL")
+        if self.is_monitor:
+            raise Forbidden("a metrics token only permits to read /metrics")
         if self.session_id is not None and not agent_may:
             raise Forbidden("an agent token only permits to step and read its own session")
         if self.grant is not None:
@@ -243,6 +250,11 @@ def link_token(token: str) -> str:
     return token if is_link_token(token) else f"link.{_mac(token.encode(), _OF_LINK)}"
 
 
+def metrics_token(token: str) -> str:
+    """Return the metrics token, derived from the operator token; every server of the token accepts it."""
+    return f"metrics.{_mac(token.encode(), _OF_METRICS)}"
+
+
 def is_link_token(token: str) -> bool:
     """Return whether a token has the form of a link token."""
     return _LINK.fullmatch(token) is not None
@@ -263,6 +275,8 @@ def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
     grant = tokens.read(shown.decode("latin-1"))
     if grant is not None:
         return Caller(session_id=grant.session_id, grant=grant)
+    if hmac.compare_digest(shown, metrics_token(token).encode()):
+        return Caller(is_monitor=True)
     return Caller(is_server=True) if hmac.compare_digest(shown, link_token(token).encode()) else None
 
 

@@ -182,7 +182,7 @@ class AccessMiddleware:
         if who.session_id is not None:
             name = who.session_id
             who.check_token(_agent_may(scope["method"], path, who.session_id))
-        elif path not in AGENTRL_WORKER_CALLS:
+        elif path not in AGENTRL_WORKER_CALLS and not (who.is_monitor and path == "/metrics"):
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.
@@ -195,7 +195,7 @@ class AccessMiddleware:
         """Return the caller of a WebSocket; browsers pass the token as a subprotocol."""
         self._check_host(scope, headers)
         who = self._authenticate(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
-        if scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
+        if who.is_monitor or scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
             who.check_token(agent_may=_AGENT_BRIDGE.fullmatch(scope["path"]) is not None)
         if self._token is None and not _same_origin(headers):
             raise Unauthorized("this server takes no WebSocket from web pages of other origins")

@@ -52,7 +52,7 @@ function sum(fleet, name) {
 }
 
 function broken(task) {
-  return task.ended.failed_environment ?? 0;
+  return (task.ended.failed_environment ?? 0) + (task.ended.session_lost ?? 0);
 }
 
 function fleetFigures(fleet) {

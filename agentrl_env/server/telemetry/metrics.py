@@ -8,7 +8,7 @@ import os
 import secrets
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from agentrl_env.types import Counts, Durations, SessionStatus, TaskCounts
 if TYPE_CHECKING:
     from agentrl_env.session import Session
     from agentrl_env.tools import StepBuilder
+    from agentrl_env.wire import ServerSummary
 
 __all__ = ["CONTENT_TYPE", "SLOW_STEP_S", "Histogram", "Metrics", "SessionMetrics", "measure_loop_lag"]
 
@@ -128,6 +129,8 @@ class Metrics(Collector):
         self.held_seconds = 0.0
         """Time that callers held the event loop in long stretches."""
         self._gauges: Mapping[str, float] = {}
+        self.servers: Callable[[], Iterable[ServerSummary]] = tuple
+        """Returns the servers of a fleet; none at a single server."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -209,6 +212,7 @@ class Metrics(Collector):
         }
         for name, value in {**self._gauges, **gauges}.items():
             yield GaugeMetricFamily(name, name.replace("_", " "), value)
+        yield from self._by_server()
         yield _counter("agentrl_steps", "Steps taken.", ["task"], self.steps)
         yield _counter("agentrl_sessions_opened", "Sessions opened.", ["task"], self.opened)
         yield _counter("agentrl_sessions_ended", "Sessions ended.", ["task", "status"], self.ended)
@@ -237,6 +241,21 @@ class Metrics(Collector):
         yield _histograms("agentrl_tool_seconds", tools, ["task", "tool"], self.tool_seconds)
         lag = "Delay of the event loop."
         yield _histograms("agentrl_event_loop_lag_seconds", lag, [], {(): self.loop_lag_seconds})
+
+    def _by_server(self) -> Iterator[Metric]:
+        """Yield the metrics of each server of a fleet."""
+        labels = ["server", "place"]
+        opened = GaugeMetricFamily(
+            "agentrl_server_sessions_open", "Open sessions of a server.", labels=labels
+        )
+        room = GaugeMetricFamily("agentrl_server_sessions_capacity", "Sessions it can hold.", labels=labels)
+        steps = CounterMetricFamily("agentrl_server_steps", "Steps that a server has taken.", labels=labels)
+        for server in self.servers():
+            names = [server.server_id, server.place]
+            opened.add_metric(names, server.open)
+            room.add_metric(names, server.capacity)
+            steps.add_metric(names, server.steps)
+        yield from (opened, room, steps)
 
 
 class SessionMetrics(Observer):

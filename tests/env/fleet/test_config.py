@@ -115,6 +115,8 @@ def test_pods_are_confined(config):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["memory"]
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+        paths = {probe: container[f"{probe}Probe"]["httpGet"]["path"] for probe in ("readiness", "liveness")}
+        assert paths == {"readiness": "/ready", "liveness": "/health"}
         token = container["env"][0]
         key = "token" if container["name"] == "controller" else "link"
         assert token["valueFrom"]["secretKeyRef"] == {"name": "lab-token", "key": key}

@@ -388,6 +388,7 @@ async def test_adopted_session_is_counted_on_its_new_server():
         await session.close()
         assert (other.pool.open_sessions, len(member.sessions)) == (0, 0)
         assert other.metrics.ended["walk", SessionStatus.CANCELLED] == 1
+        assert fleet.fleet.metrics.ended["walk", "session_lost"] == 0
         assert (await fleet.client.open("walk")).turn == 0
 
 
@@ -503,11 +504,13 @@ async def test_session_is_lost_where_no_server_has_room():
         await fleet.serve(Walk, max_sessions=1)
         other = await fleet.client.open("walk")
         await die(fleet, dead)
+        assert fleet.fleet.metrics.ended["walk", "session_lost"] == 0
         with pytest.raises(SessionLost, match="no other has room"):
             await session.step(WALK)
         await other.close()
         with pytest.raises(SessionLost):
             await session.step(WALK)
+        assert fleet.fleet.metrics.ended["walk", "session_lost"] == 1
 
 
 async def test_lost_session_waits_for_a_free_place():

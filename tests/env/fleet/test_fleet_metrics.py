@@ -205,6 +205,8 @@ async def test_lost_server_is_listed_for_ten_minutes():
         (lost,) = (await site.fleet.fleet()).lost
         assert (lost.tasks, lost.open, lost.reason, lost.lost_s) == (("guess",), 1, "its process ended", 30)
         assert site.fleet.gauges()["agentrl_fleet_servers_lost"] == 1
+        assert site.fleet.metrics.ended["guess", "session_lost"] == 1
+        assert (await site.fleet.fleet()).counts["guess"].ended == {"session_lost": 1}
         clock.now += 600
         assert (await site.fleet.fleet()).lost == ()
 

@@ -18,7 +18,7 @@ from agentrl_env.errors import Forbidden, ServeError, Unauthorized
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
-from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
+from agentrl_env.server.auth import AgentTokens, is_link_token, link_token, metrics_token
 from agentrl_env.server.middleware import TOKEN_PREFIX
 from tests.env.fleet.test_failover_sessions import Walk
 from tests.env.tasks import Quick
@@ -185,14 +185,36 @@ def test_link_token_is_rejected_where_the_operator_token_is_required():
         EnvServer([Quick], port=0, token=LINK)
 
 
-def test_command_prints_the_link_token():
-    command = [sys.executable, "-m", "agentrl_env", "controller", "--print-link-token"]
+async def test_metrics_token_permits_to_read_metrics_and_nothing_else(fleet):
+    headers = {"authorization": f"Bearer {metrics_token(TOKEN)}"}
+    async with httpx.AsyncClient(base_url=fleet.front.url, headers=headers) as http:
+        answer = await http.get("/metrics")
+        assert answer.status_code == 200
+        assert 'agentrl_server_sessions_open{place="' in answer.text
+        for method, path, body in (*CALLS[:3], *CALLS[4:6], ("POST", "/v1/sessions", {"task": "quick"})):
+            answer = await http.request(method, path, json=body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden")
+    for path in ("/v1/ws", "/v1/link"):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(fleet.front.url.replace("http", "ws", 1) + path, additional_headers=headers)
+        assert refused.value.response.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("option", "derived"),
+    [
+        (["controller", "--print-link-token"], LINK),
+        (["serve", "--print-metrics-token"], metrics_token(TOKEN)),
+    ],
+)
+def test_command_prints_a_derived_token(option, derived):
+    command = [sys.executable, "-m", "agentrl_env", *option]
     environment = {key: value for key, value in os.environ.items() if key != "AGENTRL_TOKEN"}
     known = {**environment, "AGENTRL_TOKEN": TOKEN}
     done = subprocess.run(command, env=known, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{LINK}\n")
+    assert (done.returncode, done.stdout) == (0, f"{derived}\n")
     without = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (without.returncode, without.stdout) == (1, "")
     assert without.stderr == (
-        "error: the link token is derived from the operator's; give --token-file or AGENTRL_TOKEN\n"
+        "error: the token is derived from the operator's; give --token-file or AGENTRL_TOKEN\n"
     )
