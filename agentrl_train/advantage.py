@@ -7,7 +7,7 @@ Pure functions, float64 inside, in this order::
     baseline minus what the siblings earned                                           ``mean`` ...
     scale    divided by their spread                                                  ``std`` ...
     filter   groups and trajectories that are not trained on                          ``most_varied``
-    normalize every task, or the batch, to mean 0 and std 1 with the loss's weights   ``normalized``
+    normalize every task, or the batch, to mean 0 and std 1 over all its tokens       ``normalized``
 
     reward 1, 0, 0, 1  ->  return 1, -0.2, 0, 1  ->  centred  ->  / group std  ->  / task std
                            (one invalid call)        by group     if wanted        if wanted
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from agentrl_train.types import EpisodeEnd, Trajectory, TrajectoryGroup
 
 Values = NDArray[np.float64]
-Normalization = Literal["task", "batch", "none"]
+Normalization = Literal["task", "task_exact", "batch", "none"]
 
 RESOLUTION = 1e-5
 """Differences below this share of a group's rewards, or of the mean of its task, are treated as rounding: a
@@ -241,6 +241,7 @@ def advantages(
     leave_out: Sequence[Callable[[Trajectory], bool]] = (),
     invalid_call_penalty: float = 0.0,
     truncation_penalty: float = 0.0,
+    incomplete: float | None = None,
     overlong: tuple[int, int, float] | None = None,
 ) -> list[list[Values | None]]:
     """Return the advantages of the turns of each trajectory of each group, [turns] each.
@@ -251,12 +252,15 @@ def advantages(
         baseline: subtracted from the returns of a comparison.
         scale: divisor of the differences.
         normalization: scope of mean 0 and std 1 (``normalized``): every task, the batch, or none.
+            "task_exact" is AgentRL's equation, which shifts groups without signal as well.
         aggregation: aggregation of the loss, whose weights the normalization uses.
         keep_groups: share of the groups of each task that is kept, those with the largest spread.
         leave_out: functions that tell which trajectories are left out, after they have counted in the
             baseline.
         invalid_call_penalty: subtracted once from a trajectory with invalid calls, at the first of them.
         truncation_penalty: subtracted at the end of a trajectory that a limit ended.
+        incomplete: replaces the rewards of a trajectory that a limit ended or that has invalid calls; None
+            keeps them.
         overlong: arguments of ``overlong_penalty`` after the number of tokens: limit, buffer, most.
 
     Returns:
@@ -273,6 +277,7 @@ def advantages(
             group,
             invalid_call_penalty=invalid_call_penalty,
             truncation_penalty=truncation_penalty,
+            incomplete=incomplete,
             overlong=overlong,
         )
         for group in groups
@@ -305,16 +310,26 @@ def shaped_rewards(
     *,
     invalid_call_penalty: float = 0.0,
     truncation_penalty: float = 0.0,
+    incomplete: float | None = None,
     overlong: tuple[int, int, float] | None = None,
 ) -> Shaped:
-    """Return the rewards of a group less the penalties; raises ``ValueError`` for a failed trajectory."""
+    """Return the rewards of a group less the penalties; raises ``ValueError`` for a failed trajectory.
+
+    The rewards of an incomplete trajectory are ``incomplete`` at its last turn and 0 before, if it is given.
+    """
     returns, rewards = [], []
     for trajectory in group.trajectories:
+        reward = _reward(trajectory, group)
+        if incomplete is not None and (truncated(trajectory) or trajectory.invalid_calls):
+            returns.append(incomplete)
+            rewards.append(np.zeros(len(trajectory.turns)))
+            rewards[-1][-1:] = incomplete
+            continue
         invalid = invalid_call_penalty * (trajectory.invalid_calls > 0)
-        at_end = truncation_penalty * (trajectory.end in TRUNCATED)
+        at_end = truncation_penalty * truncated(trajectory)
         if overlong is not None:
             at_end += overlong_penalty(_length(trajectory), *overlong)
-        returns.append(_reward(trajectory, group) - invalid - at_end)
+        returns.append(reward - invalid - at_end)
         turns = np.array([turn.reward for turn in trajectory.turns], dtype=np.float64)
         if trajectory.scores:  # they judge the whole episode
             turns[-1:] += trajectory.reward - turns.sum()
@@ -395,9 +410,10 @@ def normalize_and_mask(
         [kept and not any(out(one) for out in leave_out) for one in group.trajectories]
         for group, kept in zip(groups, most_varied(groups, shaped, share=keep_groups), strict=True)
     ]
+    everything = everything or normalization == "task_exact"
     scaled, scopes = list(values), defaultdict[str, list[int]](list)
     for g, group in enumerate(groups if normalization != "none" else ()):
-        scopes[group.task if normalization == "task" else ""].append(g)
+        scopes["" if normalization == "batch" else group.task].append(g)
     for members in scopes.values():
         counts = [(units or units_of_turns)(groups[g], trained[g], aggregation) for g in members]
         parts = normalized(
@@ -420,31 +436,34 @@ def normalized(
 ) -> list[Sequence[Values]]:
     """Return advantages with mean 0 and std 1 under the weights that the loss gives them.
 
-    Where tokens have equal weight, this is AgentRL's task advantage normalization (arXiv 2510.04206, equation
-    1; unbiased std), with two differences: a group without signal stays 0 and out of the statistics, and a
-    scope with fewer than 2 units or without spread is unchanged. With weights of another
-    ``aggregation`` than the loss's (``batch.token_weights``), the weighted sum of the advantages would not be
-    0, and the loss would push all actions up or down.
+    If tokens have equal weight and with ``everything``, this is AgentRL's task advantage normalization (arXiv
+    2510.04206, equation 1; unbiased std). Without, a group without signal stays 0: the others are centred
+    among themselves, and the spread is over all units, so that the squares of every task add up to the same
+    number, however few of its groups have a signal. A scope with fewer than 2 units or without spread is
+    unchanged. With weights of another ``aggregation`` than the loss's (``batch.token_weights``), the weighted
+    sum of the advantages would not be 0, and the loss would push all actions up or down.
 
     Args:
         values: advantages of the turns of trajectory i of group g, ``values[g][i]``.
         units: the number of units of equal weight in each of those turns: tokens, or parts of trajectories
             or segments; 0 leaves it out of the statistics.
         aggregation: aggregation of the loss.
-        everything: include groups whose advantages are all 0.
+        everything: centre groups whose advantages are all 0 as well.
     """
     live = [everything or any(bool(np.any(one)) for one in group) for group in values]
     if not any(live):
         return list(values)
     value = np.concatenate([one for group, on in zip(values, live, strict=True) if on for one in group])
-    counts = [np.concatenate([np.zeros(0), *group]) for group, on in zip(units, live, strict=True) if on]
+    counts = [np.concatenate([np.zeros(0), *group]) for group in units]
     if (number := sum(float(one.sum()) for one in counts)) < 2:
         return list(values)
     if aggregation == "group_mean":
         counts = [one / max(1.0, one.sum()) for one in counts]
-    weight = np.concatenate(counts)
-    weight /= weight.sum()
-    middle = float((weight * value).sum())
+    weight = np.concatenate([one for one, on in zip(counts, live, strict=True) if on])
+    weight /= sum(float(one.sum()) for one in counts)
+    if not weight.any():
+        return list(values)
+    middle = float((weight * value).sum() / weight.sum())
     spread = float(np.sqrt((weight * (value - middle) ** 2).sum() * number / (number - 1)))
     if spread <= RESOLUTION * float(np.abs(value).max()):
         return list(values)

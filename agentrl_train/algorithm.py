@@ -111,6 +111,7 @@ def penalties(algorithm: AlgorithmSection, *, max_context: int) -> dict[str, Any
     return {
         "invalid_call_penalty": chosen.invalid_call,
         "truncation_penalty": chosen.truncation,
+        "incomplete": None if chosen.incomplete is False else chosen.incomplete,
         "overlong": (max_context, long.buffer, long.most) if long else None,
     }
 

@@ -75,14 +75,25 @@ class Overlong(Table):
 
 
 class Penalties(Table):
-    """Subtracted from the reward of an episode."""
+    """Subtracted from the reward of an episode, or in its place."""
 
     invalid_call: NonNegative = 0.0
     """For any invalid tool call."""
     truncation: NonNegative = 0.0
     """For an end by a limit."""
+    incomplete: Literal[False] | float = False
+    """In place of the reward of an episode with an invalid tool call or an end by a limit; false keeps it."""
     overlong: Overlong | None = None
     """For length: ``{buffer = 128, most = 1.0}``."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this table, one sentence each."""
+        if self.incomplete is False or not (self.invalid_call or self.truncation):
+            return []
+        return [
+            f"penalties.incomplete = {self.incomplete:g} replaces the rewards that invalid_call and "
+            "truncation are subtracted from: set it to false, or leave them out"
+        ]
 
 
 class ClipCov(Table):
@@ -156,7 +167,7 @@ class AlgorithmSection(Section):
     preset: str | None = None
     """Name of a preset, or the path of a TOML file with keys of a run; the keys of this file override it."""
     penalties: Penalties = Penalties()
-    """Subtracted from the reward of an episode."""
+    """Subtracted from the reward of an episode, or in its place."""
     dynamic_sampling: CountOrOff = 0
     """Replace groups of equal rewards by other samples, at most this many in a row for each group of a step;
     0 is off."""
@@ -175,9 +186,9 @@ class AlgorithmSection(Section):
     scale: Annotated[Scale | Own, Choice("std")] = Scale(name="std")
     """Divisor of advantages: standard deviation of the group or of the batch, mean of the group, or none. If
     credit is by a critic, it is "none"."""
-    normalization: Literal["task", "batch", "none"] = "task"
+    normalization: Literal["task", "task_exact", "batch", "none"] = "task"
     """Normalize the advantages of each task (AgentRL), or of the batch, to mean 0 and std 1 under the weights
-    of the loss."""
+    of the loss. Groups without a signal stay 0, except with "task_exact", the equation of the paper."""
     anchor: Annotated[Anchor | Own, Choice("behaviour")] = Anchor(name="behaviour")
     """Policy that the ratio is taken against: the sampler, the policy recomputed before the update ("old"),
     or one between the sampler and the current policy, by the age of the token ("interpolated")."""

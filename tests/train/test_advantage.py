@@ -24,7 +24,7 @@ from agentrl_train.advantage import (
     std,
     unscaled,
 )
-from agentrl_train.algorithm import advantage_function, signal_function
+from agentrl_train.algorithm import advantage_function, shaping_function, signal_function
 from agentrl_train.batch import Aggregation, sequences, token_weights
 from agentrl_train.config import AlgorithmSection, RunConfig, load_config
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
@@ -167,14 +167,47 @@ def test_task_advantages_have_mean_zero_and_std_one_over_tokens(groups):
     if not live:
         return
     tokens = np.repeat([value for value, _ in live], [count for _, count in live])
+    number = sum(one.num_sampled_tokens for old in groups for one in old.trajectories)
     assert tokens.mean() == pytest.approx(0.0, abs=1e-9)
-    assert tokens.std(ddof=1) == pytest.approx(1.0)
+    assert (tokens**2).sum() == pytest.approx(number - 1)
 
 
 @given(task_groups(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 5))
-def test_group_without_signal_stays_zero_and_out_of_statistics(groups, reward, size):
+def test_group_without_signal_stays_zero_and_enlarges_the_others(groups, reward, size):
     flat = group([reward] * size, [30] * size)
-    assert totals([*groups, flat]) == [*totals(groups), [0.0] * size]
+    *found, added = totals([*groups, flat])
+    before = totals(groups)
+    number = sum(one.num_sampled_tokens for old in groups for one in old.trajectories)
+    factor = math.sqrt((number + 30 * size - 1) / (number - 1))
+    assert added == [0.0] * size
+    for old, new in zip(before, found, strict=True):
+        assert new == pytest.approx([factor * value for value in old])
+
+
+EASY = [group([1.0] * 4 + [0.0] * 4, [10] * 8, task="easy") for _ in range(8)]
+HARD = [group([1.0] + [0.0] * 7, [10] * 8, task="hard"), *[group([0.0] * 8, [10] * 8, task="hard")] * 7]
+
+
+@pytest.mark.parametrize("scale", [std, unscaled])
+def test_task_with_few_groups_of_signal_weighs_as_much_as_another(scale):
+    found = totals([*EASY, *HARD], scale=scale)
+    squares = [10 * float(np.square(part).sum()) for part in (found[:8], found[8:])]
+    assert squares == pytest.approx([639.0, 639.0])
+    assert found[9:] == [[0.0] * 8] * 7
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_exact_task_normalization_is_the_equation_of_the_paper(shift):
+    groups = [*HARD, group([1.0, 0.0], [5, 20], task="hard")]
+    groups = rescaled(groups, 1.0, shift)
+    plain = totals(groups, normalization="none")
+    counts = [one.num_sampled_tokens for old in groups for one in old.trajectories]
+    tokens = np.repeat(np.concatenate(plain), counts)
+    expected = (np.concatenate(plain) - tokens.mean()) / tokens.std(ddof=1)
+    found = np.concatenate(totals(groups, normalization="task_exact"))
+    assert found == pytest.approx(expected)
+    assert found[8] == pytest.approx(-tokens.mean() / tokens.std(ddof=1))
+    assert found[8] != 0.0
 
 
 def test_group_of_one_has_no_signal_with_group_baseline():
@@ -239,6 +272,20 @@ def test_penalties_are_subtracted_once_per_trajectory():
         truncation_penalty=0.5,
     )
     assert result == pytest.approx([0.8, 0.5, 0.3, 0.0])
+
+
+def test_reward_of_an_incomplete_episode_is_replaced():
+    members = [
+        trajectory(1.0, invalid_calls=1),
+        trajectory(0.5, end=EpisodeEnd.TRUNCATED_TIME),
+        trajectory(0.9),
+        trajectory(0.0),
+    ]
+    shaped = TrajectoryGroup(group_id=0, task="a", trajectories=members, admitted_version=0)
+    config = load_config(ROOT / "examples/quickstart/train.toml", ["algorithm={preset='agentrl'}"])
+    found = shaping_function(config.algorithm, max_context=512)(shaped)
+    assert found.returns.tolist() == [-0.2, -0.2, 0.9, 0.0]
+    assert [rewards.sum() for rewards in found.rewards] == pytest.approx(found.returns.tolist())
 
 
 @pytest.mark.parametrize("end", [EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE])

@@ -161,7 +161,7 @@ def test_gspo_clips_nothing_of_a_batch_that_is_one_version_old() -> None:
 
 def test_key_overrides_its_preset_and_the_recorded_configuration_is_complete(tmp_path: Path) -> None:
     config = plain_config("algorithm.preset=agentrl", "algorithm.region.low=0.1", "rollout.stale.interval=3")
-    assert (config.algorithm.region.low, config.algorithm.penalties.truncation) == (0.1, 0.2)
+    assert (config.algorithm.region.low, config.algorithm.penalties.incomplete) == (0.1, -0.2)
     assert (config.rollout.stale.fraction, config.rollout.stale.interval) == (0.25, 3)
     (tmp_path / "config.toml").write_text(config.to_toml())
     assert load_config(tmp_path / "config.toml") == config
@@ -255,6 +255,10 @@ def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path
         (["algorithm.ratio=sequence", "algorithm.credit=turn"], "use ratio = 'sequence_token'"),
         (["algorithm.region=divergence", "algorithm.ratio=turn"], "compares the probabilities of tokens"),
         (["algorithm.ratio=sequence", "train.sequence_parallel=2"], "needs whole sequences on a rank"),
+        (
+            ["algorithm.preset=agentrl", "algorithm.penalties.truncation=0.2"],
+            "penalties.incomplete = -0.2 replaces the rewards",
+        ),
         (["algorithm.penalties.overlong.buffer=9999"], "must be below engine.max_context"),
         (["algorithm.region.dual=1.1"], "must be above 1 + high"),
         (
