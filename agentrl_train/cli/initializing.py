@@ -196,7 +196,7 @@ async def _valid_calls(
     model: PreTrainedModel,
     limits: Limits,
 ) -> float:
-    """Return the share of first turns with calls, all of them of tools of the task."""
+    """Return the share of first turns with calls of the tools, or with text if a task has no tools."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = TorchEngine(
         {"current": copy_of(model, device=device)},
@@ -217,7 +217,7 @@ async def _valid_calls(
         message = chat.parse(completion.token_ids, turn=1, tools=session.tools, prompt=prompt).message
         names = {tool.function.name for tool in session.tools}
         calls = message.tool_calls or ()
-        return bool(calls) and all(call.function.name in names for call in calls)
+        return bool(calls) == bool(names) and all(call.function.name in names for call in calls)
 
     try:
         found = await asyncio.gather(*(valid(one, seed) for one in sources for seed in range(COMPLETIONS)))

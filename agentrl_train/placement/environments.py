@@ -261,8 +261,6 @@ async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, Ta
 
 
 def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:
-    if not info.tools:
-        raise ConfigError(f"task {info.name!r} has no tools, so an agent cannot act in it")
     if split not in info.splits:
         raise ConfigError(f"task {info.name!r} has no split {split!r}; available: {', '.join(info.splits)}")
     number = info.splits[split].num_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.types import EpisodeEnd, Step, TrajectoryGroup
@@ -40,10 +40,14 @@ class Diagnosis:
         chat: chat format of the policy.
         by_turn: True if credit is given by turn.
         max_grad_norm: ``train.max_grad_norm``.
+        without_tools: tasks in which a policy answers with text alone.
     """
 
-    def __init__(self, chat: ChatFormat, *, by_turn: bool, max_grad_norm: float) -> None:
+    def __init__(
+        self, chat: ChatFormat, *, by_turn: bool, max_grad_norm: float, without_tools: Collection[str] = ()
+    ) -> None:
         self._chat = chat
+        self._without_tools = without_tools
         self._by_turn = by_turn
         self._max_grad_norm = max_grad_norm
         self._counts: Counter[str] = Counter()
@@ -54,7 +58,8 @@ class Diagnosis:
         """Log the warnings about a trained step."""
         groups, idle = step.groups, self._counts["idle"] + 1
         self._warn("idle", None if metrics.get("loss_tokens") else no_signal_warning(groups, steps=idle))
-        self._warn("no calls", no_calls_warning(groups, chat=self._chat))
+        with_tools = [group for group in groups if group.task not in self._without_tools]
+        self._warn("no calls", no_calls_warning(with_tools, chat=self._chat))
         for task, warning in cut_turns_warnings(groups).items():
             if task not in self._cut:
                 self._cut.add(task)
@@ -125,7 +130,7 @@ def cut_turns_warnings(groups: Sequence[TrajectoryGroup]) -> dict[str, str]:
             cut[group.task] += sum(turn.completion.finish_reason == "length" for turn in turns)
     return {
         task: f"{number / total[task]:.0%} of the turns of {task} were cut off by engine.max_new_tokens, and "
-        "a call that is cut cannot be read: raise it, or let the task's opening ask for short answers"
+        "a cut call cannot be read: raise it, or let the task's opening ask for short answers"
         for task, number in cut.items()
         if number > MANY_CUT_TURNS * total[task]
     }

@@ -152,6 +152,8 @@ def check_format(
     """
     try:
         _check_opening(chat, opening, tools)
+        if not tools:
+            _check_text(chat)
         for tool in tools:
             _check_call(chat, opening, tools, tool)
     except ConfigError as error:
@@ -180,6 +182,16 @@ def _check_opening(chat: ChatFormat, opening: Sequence[Message], tools: Sequence
                 raise ConfigError(
                     f"the chat template does not show the opening's {message.role} message; set {_TEMPLATE}"
                 )
+
+
+def _check_text(chat: ChatFormat) -> None:
+    """Check one turn of text, and the environment's answer to it."""
+    message = Message.assistant(_TEXT)
+    read = chat.parse(chat.completion(message), turn=1).message
+    if read.tool_calls or read.content != _TEXT:
+        raise ConfigError("a turn of text is not read back as it was written; set model.tool_parser")
+    if _RESULT not in chat.reply_text([Message(role="user", content=_RESULT)], after=message):
+        raise ConfigError(f"the chat template does not show the answer to a turn of text; set {_TEMPLATE}")
 
 
 def _check_call(

@@ -85,6 +85,27 @@ def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads
     assert new_threads() == set()
 
 
+class Chatter(Environment):
+    """A task of text alone."""
+
+    max_turns = 2
+    blocking = False
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        return "Speak."
+
+    def respond(self, text: str) -> Reply:
+        return Reply("Go on.", reward=float(len(text) % 3))
+
+
+def test_task_of_text_alone_is_trained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    (step,) = make(steps=1, environments=[Chatter], settings={"rollout.group_size": 4})
+    turns = [turn for group in step.groups for one in group.trajectories for turn in one.turns]
+    assert {turn.reply[-1].content for turn in turns} == {"Go on."}
+    assert step.metrics["loss_tokens"] > 0
+    assert "tool call" not in caplog.text
+
+
 async def test_trains_inside_a_running_event_loop(make: Make) -> None:
     assert [step.number for step in make(steps=1)] == [1]
 
