@@ -85,6 +85,7 @@ def _result(results: Mapping[str, Evaluation]) -> dict[str, Any]:
             "valid_calls": result.valid_calls,
             "tolerant_calls": result.tolerant_calls,
             "turns": result.mean_turns,
+            "metrics": result.metrics,
         }
         for task, result in results.items()
     }

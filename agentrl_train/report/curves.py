@@ -115,37 +115,38 @@ CURVES = (
 
 
 def curves(steps: Sequence[Step], *, tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]) -> str:
-    """Return all charts that have data, one for each score of ``[reward]`` among them.
+    """Return all charts that have data, one for each score of ``[reward]`` and metric of a task among them.
 
     Args:
         steps: the lines of ``metrics.jsonl``.
         tasks: all tasks; the position of a task determines its colour.
         held_out: task -> (policy version, success), drawn as rings in the first chart.
     """
-    scores = [
+    named = [
         Curve(
-            title=name,
-            unit="mean score of an episode",
-            names={f"score.{name}": name},
+            title=name.removeprefix(f"{kind}."),
+            unit=f"mean {kind} of an episode",
+            names={name: name},
             of_tasks=True,
             bottom=None,
         )
-        for name in _scores(steps)
+        for kind in ("score", "metric")
+        for name in _names(steps, f"{kind}.")
     ]
-    return "".join(_figure(curve, steps, tasks, held_out) for curve in (*CURVES, *scores))
+    return "".join(_figure(curve, steps, tasks, held_out) for curve in (*CURVES, *named))
 
 
-def _scores(steps: Sequence[Step]) -> list[str]:
-    """Return the names of the scores of all steps."""
+def _names(steps: Sequence[Step], prefix: str) -> list[str]:
+    """Return the names of the per-task values of all steps that start with a prefix."""
     values = [of_task for step in steps for of_task in task_values(step).values()]
     names = {str(name) for one in values if isinstance(one, Mapping) for name in one}
-    return sorted(name.removeprefix("score.") for name in names if name.startswith("score."))
+    return sorted(name for name in names if name.startswith(prefix))
 
 
 def _figure(
     curve: Curve, steps: Sequence[Step], tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]
 ) -> str:
-    rings = held_out if curve.title == "Success" else {}
+    rings = held_out if "success" in curve.names else {}
     series = _task_series(curve, steps, tasks, rings) if curve.of_tasks else _plain_series(curve, steps)
     chart = line_chart(series, label=curve.label, bottom=curve.bottom, top=curve.top)
     if not chart or not any(one.points for one in series):

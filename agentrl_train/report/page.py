@@ -96,7 +96,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """Return the page."""
-    sections = (_header, _results, _curves, _efficiency, _comparisons, _training_episodes, _config)
+    sections = (_header, _results, _metrics, _curves, _efficiency, _comparisons, _training_episodes, _config)
     body = "\n".join(part for part in (section(run) for section in sections) if part)
     return document(run.name, body)
 
@@ -173,6 +173,33 @@ def _result_row(task: str, before: Record | None, after: Record | None) -> str:
         f"<td>{_share(new)}{_greedy(after)}</td><td>{change}</td>"
         f'<td>{escape(str(episodes))}</td><td class="picture">{interval_chart(old, new)}</td></tr>'
     )
+
+
+def _metrics(run: RunRecord) -> str:
+    """Show the metrics of the tasks before and after training."""
+    rows = ""
+    for task in run.tasks:
+        before, after = (_metric_means(run.evaluation(name, task)) for name in ("before", "after"))
+        for name in dict.fromkeys([*before, *after]):
+            cells = "".join(
+                f"<td>{'–' if value is None else number_label(value)}</td>"
+                for value in (before.get(name), after.get(name))
+            )
+            rows += f"<tr><td>{escape(task)}</td><td>{escape(name)}</td>{cells}</tr>"
+    if not rows:
+        return ""
+    note = "Means of the values that score() returns, over the held-out episodes that have them."
+    return (
+        f"{section_head('metrics', 'Metrics of the tasks', note)}"
+        '<div class="card scroll"><table><thead><tr><th>task</th><th>metric</th><th>before</th>'
+        f"<th>after</th></tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _metric_means(line: Record | None) -> dict[str, float]:
+    metrics = (line or {}).get("metrics")
+    values = metrics if isinstance(metrics, Mapping) else {}
+    return {str(name): value for name, given in values.items() if (value := number(given)) is not None}
 
 
 def _share(one: Interval | None) -> str:

@@ -15,15 +15,15 @@ The progress display and the report use, per step, ``staleness_mean``, ``stalene
 ``trainer_idle``, ``engine_idle`` (shares of the step's time), ``sampled_tokens``, ``prefilled_tokens``,
 ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
 ``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``,
-``tolerant_calls`` and ``token_share``, and ``score.<name>`` of each score of ``[reward]``. Missing names are
-skipped, and other names are recorded too.
+``tolerant_calls`` and ``token_share``, ``score.<name>`` of each score of ``[reward]``, and ``metric.<name>``
+of each metric of the environment's ``score()``. Missing names are skipped, and other names are recorded too.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -139,6 +139,11 @@ class MetricsLog:
         )
         shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
         shares |= {f"held_out_greedy_success/{line['task']}": line["greedy"] for line in lines}
+        shares |= {
+            f"held_out_metric.{metric}/{line['task']}": value
+            for line in lines
+            for metric, value in line["metrics"].items()
+        }
         known = {name: share for name, share in shares.items() if share is not None}
         self._write_scalars(known, step=policy_version)
         if self._progress is not None:
@@ -292,7 +297,21 @@ def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajector
         "high": high,
         "reward": fmean(one.reward for one in counted) if counted else None,
         "turns": fmean(len(one.turns) for one in counted) if counted else None,
+        "metrics": mean_metrics(counted),
     }
+
+
+def mean_metrics(episodes: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the means of the metrics of ``score()``, each over the episodes that have it.
+
+    ``success`` and ``invalid_calls`` are left out: every task has them, as ``success`` and ``valid_calls``.
+    """
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            if name not in ("success", "invalid_calls"):
+                values.setdefault(name, []).append(value)
+    return {name: fmean(values[name]) for name in sorted(values)}
 
 
 def _counted(episodes: Sequence[Trajectory]) -> list[Trajectory]:

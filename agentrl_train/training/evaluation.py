@@ -19,6 +19,7 @@ from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.telemetry.metrics import mean_metrics
 from agentrl_train.training.admission import sample_seed
 from agentrl_train.types import Completion, Episode, EpisodeEnd, TaskSource, Trajectory, Turn
 
@@ -79,6 +80,11 @@ class Evaluation:
         """Share of turns whose calls the environment accepted."""
         turns = [turn for t in self.counted for turn in t.turns]
         return sum(turn.invalid_calls == 0 for turn in turns) / max(1, len(turns))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics of ``score()``, each over the episodes that have it."""
+        return mean_metrics(self.counted)
 
     @property
     def tolerant_calls(self) -> float:

@@ -26,6 +26,7 @@ from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
 from agentrl_train.storage.journal import encode_group, frame
+from agentrl_train.telemetry.metrics import mean_metrics
 from agentrl_train.training.replay import Replay, joined, read_replay
 from agentrl_train.types import UNTRACED, Sleeper, Step, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import FOREIGN, Drift, DriftCheck, Publisher
@@ -289,7 +290,7 @@ def staleness(
 
 
 def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]:
-    """Return per-task means of the episodes: success, reward, turns, valid calls, tokens.
+    """Return per-task means of the episodes: success, reward, turns, valid calls, tokens, scores, metrics.
 
     ``token_share`` is the task's share of the tokens trained on.
     """
@@ -313,6 +314,7 @@ def by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, Mapping[str, float]]
                 f"score.{name}": float(np.mean([t.scores[name] for t in played]))
                 for name in sorted(set.intersection(*({*t.scores} for t in played)))
             },
+            **{f"metric.{name}": value for name, value in mean_metrics(played).items()},
         }
     return tasks
 

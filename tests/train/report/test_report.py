@@ -440,3 +440,17 @@ def test_scores_of_own_rewards_have_curves_and_are_shown_with_episodes(tmp_path:
     assert "mean score of an episode" in page
     assert "polite.tone" in checker.text
     assert any("polite.tone 0.375" in text for text in checker.text)
+
+
+def test_metrics_of_tasks_have_curves_and_are_compared(tmp_path: Path):
+    log = MetricsLog(tmp_path)
+    for name, lookups in (("before", 1.5), ("after", 4.25)):
+        one = replace(make_trajectory("shop", 1, version=0, success=True), metrics={"lookups": lookups})
+        log.log_evaluation(name, policy_version=0, results={"shop": [one]})
+    for step in (1, 2):
+        tasks = {"shop": {"metric.lookups": 2.0 + step}}
+        log.log_step(step, policy_version=step, elapsed_s=float(step), metrics={}, tasks=tasks)
+    log.close()
+    page, _ = read_page(tmp_path)
+    assert "mean metric of an episode" in page
+    assert "<tr><td>shop</td><td>lookups</td><td>1.5</td><td>4.25</td></tr>" in page

@@ -18,6 +18,7 @@ from agentrl_train.telemetry.metrics import (
 )
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import ScalarWriter
+from agentrl_train.training.step_trainer import by_task
 from agentrl_train.types import Completion, EpisodeEnd, Trajectory, TrajectoryGroup, Turn
 
 
@@ -316,3 +317,43 @@ def test_step_far_from_the_sampling_policy_has_warning_with_settings() -> None:
     assert warning is not None
     assert warning.startswith("the policy is 0.35 nats a token from the one that sampled")
     assert "lower train.learning_rate, or raise train.warmup_steps" in warning
+
+
+# --- metrics of score() ---
+
+
+def measured(**metrics: float) -> Trajectory:
+    return replace(make_trajectory(), metrics=metrics)
+
+
+CAREFUL = [
+    measured(success=1.0, invalid_calls=2.0, lookups=3.0, careful=1.0),
+    measured(success=0.0, lookups=1.0),
+    measured(),
+]
+
+
+def test_metrics_of_a_task_are_averaged_over_the_episodes_that_have_them():
+    group = TrajectoryGroup(group_id=1, task="shop", trajectories=CAREFUL, admitted_version=0)
+    found = by_task([group])["shop"]
+    named = {name: value for name, value in found.items() if name.startswith("metric.")}
+    assert named == {"metric.careful": 1.0, "metric.lookups": 2.0}
+
+
+def test_metrics_of_held_out_episodes_reach_the_record_and_the_sinks(tmp_path: Path):
+    written: dict[str, float] = {}
+
+    class Kept:
+        def write(self, scalars, *, step):
+            written.update(scalars)
+
+        def close(self):
+            return None
+
+    failed = replace(measured(lookups=99.0), end=EpisodeEnd.FAILED_ENVIRONMENT)
+    log = MetricsLog(tmp_path, sinks=[Kept()])
+    log.log_evaluation("before", policy_version=0, results={"shop": [*CAREFUL, failed]})
+    log.close()
+    (line,) = read_jsonl(tmp_path / "evaluations.jsonl")
+    assert line["metrics"] == {"careful": 1.0, "lookups": 2.0}
+    assert written["held_out_metric.lookups/shop"] == 2.0
