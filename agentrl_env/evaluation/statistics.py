@@ -12,6 +12,8 @@ import numpy as np
 Z = 1.959964
 """Quantile of the normal distribution for intervals of 95 %."""
 RESAMPLES = 10_000
+Estimated = tuple[float, float, float]
+"""A value, and the two ends of its interval."""
 _CHUNK = 1_000_000
 
 
@@ -47,6 +49,33 @@ def effective_trials(groups: Sequence[Sequence[bool]]) -> float:
     mean_size = trials / len(groups)
     spread = variance([(sum(group) - share * len(group)) / mean_size for group in groups]) / len(groups)
     return min(float(trials), max(float(len(groups)), share * (1 - share) / spread if spread else math.inf))
+
+
+def weighted_sum(estimates: Sequence[Estimated], weights: Sequence[float]) -> Estimated:
+    """Return a weighted sum of independent estimates, with its interval.
+
+    Of two shares with Wilson intervals and the weights -1 and 1, it is the interval of their difference by
+    R. G. Newcombe, "Interval estimation for the difference between independent proportions" (1998), method
+    10; for further sums see G. Y. Zou and A. Donner, "Construction of confidence limits about effect
+    measures" (2008).
+    """
+    total = below = above = 0.0
+    for (value, *ends), weight in zip(estimates, weights, strict=True):
+        low, high = sorted(weight * end for end in ends)
+        total += weight * value
+        below += (weight * value - low) ** 2
+        above += (high - weight * value) ** 2
+    return total, total - math.sqrt(below), total + math.sqrt(above)
+
+
+def mean_change(before: Sequence[Estimated], after: Sequence[Estimated]) -> Estimated:
+    """Return the mean of the differences, after minus before, with its interval.
+
+    The interval is that of independent samples, which is too wide rather than too narrow if both are results
+    on the same samples.
+    """
+    share = 1 / len(before)
+    return weighted_sum([*before, *after], [-share] * len(before) + [share] * len(after))
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:

@@ -17,8 +17,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel
 
+from agentrl_env.evaluation.statistics import Estimated, mean_change
 from agentrl_train.cli.evaluating import evaluate_and_record, evaluation_table
 from agentrl_train.cli.recording import record
 from agentrl_train.config import RunConfig, TrainSection
@@ -100,23 +102,37 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("episodes", justify="right")
     for name, row in tasks.items():
-        table.add_row(name, *_changes(row, pairs), f"{row['episodes']:.0f}")
+        table.add_row(name, *_changes([row], pairs), f"{row['episodes']:.0f}")
     if len(tasks) > 1:
-        mean = {key: _mean([row[key] for row in tasks.values()]) for pair in pairs for key in pair}
         table.add_section()
-        table.add_row("mean", *_changes(mean, pairs), "")
+        table.add_row("mean", *_changes(list(tasks.values()), pairs), "")
     return table
 
 
-def _changes(row: Mapping[str, float | None], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for before, after in ((row[first], row[last]) for first, last in pairs):
-        yield from ("-" if share is None else f"{share:.1%}" for share in (before, after))
-        yield "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
+def _changes(rows: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]]) -> Iterator[str | Text]:
+    """Yield the mean success of some tasks before and after, and its change, for each pair of names."""
+    for names in pairs:
+        before, after = ([_estimate(row, name) for row in rows] for name in names)
+        for found in (before, after):
+            yield "-" if None in found else f"{fmean(one[0] for one in found if one):.1%}"
+        yield _change([one for one in before if one], [one for one in after if one], len(rows))
 
 
-def _mean(shares: Sequence[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return fmean(known) if len(known) == len(shares) else None
+def _estimate(row: Mapping[str, Any], name: str) -> Estimated | None:
+    """Return a share with its 95 % interval, None if it was not measured."""
+    share = row.get(name)
+    if share is None:
+        return None
+    low, high = row.get(f"{name}_interval") or (share, share)
+    return share, low, high
+
+
+def _change(before: Sequence[Estimated], after: Sequence[Estimated], number: int) -> str | Text:
+    """Return a change in points with its 95 % interval, dim if that includes 0."""
+    if not len(before) == len(after) == number:
+        return "-"
+    points, low, high = (100 * one for one in mean_change(before, after))
+    return Text(f"{points:+.1f} [{low:+.0f}, {high:+.0f}]", style="dim" if low <= 0 <= high else "")
 
 
 def evaluate_policy(trainer: Trainer, *, model: str | None, output: Path | None = None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from agentrl_env.evaluation.statistics import mean_change
 from agentrl_train.errors import RunFolderError
 from agentrl_train.report.charts import Interval, interval_axis, interval_chart, number_label
 from agentrl_train.report.curves import curves, number, task_values
@@ -17,6 +18,7 @@ from agentrl_train.report.efficiency import efficiency
 from agentrl_train.report.episodes import episode_html
 from agentrl_train.report.html import document, duration, fold, percent, section_head, tile
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
+from agentrl_train.telemetry.diagnosis import LARGE_GAP, RECENT
 from agentrl_train.telemetry.metrics import read_jsonl
 
 Record = Mapping[str, Any]
@@ -49,6 +51,12 @@ class RunRecord:
         """Return the last evaluation of that name, or None."""
         found = [one for one in self.evaluations if (one.get("name"), one.get("task")) == (name, task)]
         return found[-1] if found else None
+
+    def recent_success(self, task: str) -> float | None:
+        """Return the success of a task's training episodes in the last steps."""
+        values = [number(task_values(step).get(task, {}).get("success")) for step in self.steps[-RECENT:]]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
 
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "trajectories", "summary.json")
@@ -146,31 +154,40 @@ def _results(run: RunRecord) -> str:
     if not tasks:
         return ""
     rows = "".join(
-        _result_row(task, run.evaluation("before", task), run.evaluation("after", task)) for task in tasks
+        _result_row(
+            task, run.evaluation("before", task), run.evaluation("after", task), run.recent_success(task)
+        )
+        for task in tasks
     )
-    before, after = _mean_success(run, "before"), _mean_success(run, "after")
     if len(tasks) > 1:
+        before, after = _mean_success(run, "before"), _mean_success(run, "after")
         rows += (
             f'<tr class="mean"><td>mean</td><td>{percent(before)}</td><td>{percent(after)}</td>'
-            f'<td>{_change(before, after)}</td><td></td><td class="picture"></td></tr>'
+            f"<td>{_change(*_shares(run, tasks))}</td><td></td><td></td>"
+            '<td class="picture"></td></tr>'
         )
     return (
         '<h2 id="results">Held-out success</h2>'
-        '<div class="legend"><span>Share of held-out episodes that succeed, with its 95% interval</span>'
+        '<div class="legend"><span>Share of held-out episodes that succeed, with its 95% interval. A change '
+        "is grey if its interval includes 0. In training: share of the episodes of the last "
+        f"{RECENT} steps</span>"
         '<span class="key c7"><i></i>before</span><span class="key c0"><i></i>after</span></div>'
         '<div class="card scroll"><table><thead><tr><th>task</th><th>before</th><th>after</th>'
-        f'<th>change</th><th>episodes</th><th class="picture">{interval_axis()}</th></tr></thead>'
+        f"<th>change</th><th>in training</th><th>episodes</th>"
+        f'<th class="picture">{interval_axis()}</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _result_row(task: str, before: Record | None, after: Record | None) -> str:
+def _result_row(task: str, before: Record | None, after: Record | None, trained: float | None) -> str:
     old, new = _interval(before), _interval(after)
+    kind = "down" if new and trained is not None and trained - new.high > LARGE_GAP else ""
     episodes = (after or before or {}).get("episodes", "")
-    change = _change(old.value if old else None, new.value if new else None)
+    change = _change([old], [new])
     return (
         f"<tr><td>{escape(task)}</td><td>{_share(old)}{_greedy(before)}</td>"
         f"<td>{_share(new)}{_greedy(after)}</td><td>{change}</td>"
+        f'<td class="{kind}">{percent(trained)}</td>'
         f'<td>{escape(str(episodes))}</td><td class="picture">{interval_chart(old, new)}</td></tr>'
     )
 
@@ -214,12 +231,20 @@ def _greedy(evaluation: Record | None) -> str:
     return "" if success is None else f'<div class="dim small">greedy {percent(success)}</div>'
 
 
-def _change(before: float | None, after: float | None) -> str:
-    if before is None or after is None:
+def _shares(run: RunRecord, tasks: Sequence[str]) -> list[list[Interval | None]]:
+    """Return the success of tasks before training, and after it."""
+    return [[_interval(run.evaluation(name, task)) for task in tasks] for name in ("before", "after")]
+
+
+def _change(before: Sequence[Interval | None], after: Sequence[Interval | None]) -> str:
+    """Return the mean change in points with its 95 % interval, grey if that includes 0."""
+    old, new = ([(one.value, one.low, one.high) for one in found if one] for found in (before, after))
+    if not len(old) == len(new) == len(before):
         return "–"
-    points = 100 * (after - before)
-    kind = "up" if points > 0 else "down" if points < 0 else "dim"
-    return f'<span class="{kind}">{points:+.1f} points</span>'
+    points, low, high = (100 * one for one in mean_change(old, new))
+    kind = "up" if low > 0 else "down" if high < 0 else "dim"
+    ends = f'<span class="dim small">[{low:+.1f}, {high:+.1f}]</span>'
+    return f'<span class="{kind}">{points:+.1f} points</span> {ends}'
 
 
 def _curves(run: RunRecord) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from statistics import fmean
 
+from agentrl_env.evaluation.statistics import effective_trials, weighted_sum, wilson_interval
 from agentrl_train.chat import ChatFormat
-from agentrl_train.types import EpisodeEnd, Step, TrajectoryGroup
+from agentrl_train.types import EpisodeEnd, Step, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,10 @@ HIGH_GRAD_NORM = 100.0
 """Multiple of ``train.max_grad_norm`` above which clipping discards almost the whole update."""
 FEW_VALID_CALLS = 0.5
 """Share of turns with valid calls below which a task teaches mainly syntax."""
+RECENT = 10
+"""Training steps that held-out success is compared with."""
+LARGE_GAP = 0.1
+"""Success in training above that on held-out samples that is reported."""
 QUOTED = 300
 """Characters of a completion quoted in a warning, at most."""
 
@@ -51,12 +58,14 @@ class Diagnosis:
         self._by_turn = by_turn
         self._max_grad_norm = max_grad_norm
         self._counts: Counter[str] = Counter()
+        self._recent: deque[Sequence[TrajectoryGroup]] = deque(maxlen=RECENT)
         self._cut: set[str] = set()
         """Tasks with a warning about cut turns."""
 
     def examine(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Log the warnings about a trained step."""
         groups, idle = step.groups, self._counts["idle"] + 1
+        self._recent.append(groups)
         self._warn("idle", None if metrics.get("loss_tokens") else no_signal_warning(groups, steps=idle))
         with_tools = [group for group in groups if group.task not in self._without_tools]
         self._warn("no calls", no_calls_warning(with_tools, chat=self._chat))
@@ -69,6 +78,17 @@ class Diagnosis:
             self._warn("turns", turn_rewards_warning(groups))
         for problem, warning in unhealthy(metrics, groups, max_grad_norm=self._max_grad_norm):
             self._warn(problem, warning)
+
+    def compare(self, held_out: Mapping[str, tuple[float, float, float]]) -> None:
+        """Log a warning if the tasks succeed less on held-out samples than in the last training steps.
+
+        Args:
+            held_out: share of successes of each task, and the ends of its 95 % interval.
+        """
+        groups = [group for step in self._recent for group in step]
+        for task, estimate in held_out.items():
+            played = [group.trajectories for group in groups if group.task == task]
+            self._warn(f"gap of {task}", gap_warning(task, played, estimate), in_a_row=False)
 
     def _warn(self, problem: str, warning: str | None, *, in_a_row: bool = True) -> None:
         if warning is None:
@@ -112,6 +132,28 @@ def large_step_warning(metrics: Mapping[str, float]) -> str | None:
     return (
         f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
         "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def gap_warning(
+    task: str, groups: Sequence[Sequence[Trajectory]], held_out: tuple[float, float, float]
+) -> str | None:
+    """Return a warning if success on held-out samples is surely below the success of training groups."""
+    successes = [[one.success for one in group] for group in groups if group]
+    if not successes:
+        return None
+    trained = fmean(chain.from_iterable(successes))
+    trials = effective_trials(successes)
+    estimates = [held_out, (trained, *wilson_interval(trained * trials, trials))]
+    gap, low, high = weighted_sum(estimates, (-1, 1))
+    if low <= LARGE_GAP:
+        return None
+    return (
+        f"{task} succeeds in {trained:.0%} of the last training episodes and in "
+        f"{held_out[0]:.0%} of the held-out ones, {100 * gap:.0f} points less (95 % interval "
+        f"{100 * low:.0f} to {100 * high:.0f}): the policy may know its training samples by heart, or the "
+        "held-out split is harder; train on more samples or for fewer steps, and compare the splits with "
+        "`agentrl-env check --quality`"
     )
 
 

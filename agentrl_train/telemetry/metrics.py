@@ -30,7 +30,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from agentrl_env.evaluation.statistics import wilson_interval
+from agentrl_env.evaluation.statistics import effective_trials, wilson_interval
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
@@ -128,8 +128,7 @@ class MetricsLog:
         Episodes that infrastructure failed are counted separately. Raises ``RunFolderError``.
         """
         lines = [
-            _evaluation(name, policy_version, task, episodes)
-            | {"greedy": _success(_counted(greedy.get(task, ())))}
+            _evaluation(name, policy_version, task, episodes, greedy=greedy.get(task, ()))
             for task, episodes in results.items()
         ]
         _append(self._folder / "evaluations.jsonl", lines)
@@ -167,6 +166,7 @@ class MetricsLog:
                 task[line["name"]] = line["success"]
                 task[f"{line['name']}_greedy"] = line.get("greedy")
                 task[f"{line['name']}_interval"] = [line["low"], line["high"]]
+                task[f"{line['name']}_greedy_interval"] = line.get("greedy_interval")
                 task["episodes"] = line["episodes"]
         summary = {
             "tasks": tasks,
@@ -281,24 +281,36 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _evaluation(name: str, version: int, task: str, episodes: Sequence[Trajectory]) -> dict[str, Any]:
-    counted = _counted(episodes)
-    successes = sum(one.success for one in counted)
-    low, high = wilson_interval(successes, len(counted))
+def _evaluation(
+    name: str, version: int, task: str, episodes: Sequence[Trajectory], *, greedy: Sequence[Trajectory]
+) -> dict[str, Any]:
+    counted, likeliest = _counted(episodes), _counted(greedy)
+    low, high = success_interval(counted)
     return {
         "name": name,
         "policy_version": version,
         "task": task,
         "episodes": len(counted),
         "failed": len(episodes) - len(counted),
-        "successes": successes,
+        "successes": sum(one.success for one in counted),
         "success": _success(counted),
         "low": low,
         "high": high,
         "reward": fmean(one.reward for one in counted) if counted else None,
         "turns": fmean(len(one.turns) for one in counted) if counted else None,
         "metrics": mean_metrics(counted),
+        "greedy": _success(likeliest),
+        "greedy_interval": success_interval(likeliest) if likeliest else None,
     }
+
+
+def success_interval(episodes: Sequence[Trajectory]) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share of successes; attempts at a sample are not independent."""
+    samples: dict[Any, list[bool]] = {}
+    for one in episodes:
+        samples.setdefault(one.sample.index, []).append(one.success)
+    trials = effective_trials(list(samples.values()))
+    return wilson_interval((_success(episodes) or 0.0) * trials, trials)
 
 
 def mean_metrics(episodes: Iterable[Trajectory]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,13 +16,15 @@ from typing import Literal, Self
 
 from agentrl_env.evaluation.chat_model import Usage
 from agentrl_env.evaluation.record import EpisodeRecord, EvaluationSettings, RunFile, TurnRecord
-from agentrl_env.evaluation.statistics import pass_at_k, wilson_interval
+from agentrl_env.evaluation.statistics import pass_at_k, weighted_sum
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
-from agentrl_train.telemetry.metrics import mean_metrics
+from agentrl_train.telemetry.metrics import mean_metrics, success_interval
 from agentrl_train.training.admission import sample_seed
 from agentrl_train.types import Completion, Episode, EpisodeEnd, TaskSource, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % Wilson interval of ``success``."""
-        return wilson_interval(sum(t.success for t in self.counted), len(self.counted))
+        return success_interval(self.counted)
 
     def pass_at(self, k: int) -> float:
         """Unbiased pass@k over the samples, each of which has ``attempts`` episodes."""
@@ -108,9 +111,9 @@ class Evaluations:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % Wilson interval of the success of all episodes."""
-        counted = [episode for result in self.tasks.values() for episode in result.counted]
-        return wilson_interval(sum(episode.success for episode in counted), len(counted))
+        """95 % interval of ``success``."""
+        estimates = [(result.success, *result.interval) for result in self.tasks.values()]
+        return weighted_sum(estimates, [1 / len(estimates)] * len(estimates))[1:]
 
     def __getitem__(self, task: str) -> Evaluation:
         """Return the result of a task."""
@@ -390,4 +393,14 @@ async def _evaluate_task(
 
 def held_out_samples(sources: Mapping[str, TaskSource], count: int) -> dict[str, list[int]]:
     """Return the indices of the evaluation samples: the first ``count`` of each split."""
+    for task, source in sources.items():
+        if source.num_samples is not None and source.num_samples < count:
+            logger.warning(
+                "%d held-out samples of %s are configured (eval.samples), but its split %r has %d: all of "
+                "them are played",
+                count,
+                task,
+                source.split,
+                source.num_samples,
+            )
     return {task: list(range(min(count, source.num_samples or count))) for task, source in sources.items()}

@@ -458,6 +458,7 @@ class Run:
             results={task: result.trajectories for task, result in results.items()},
             greedy={task: result.greedy for task, result in results.items()},
         )
+        self._diagnosis.compare({task: (one.success, *one.interval) for task, one in results.items()})
         await self._observer.evaluated(Evaluations(step=step, tasks=results))
 
     async def _keep_best(self, success: float, *, step: int) -> None:

@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_env.evaluation.statistics import (
+    Estimated,
     bootstrap_interval,
     effective_trials,
+    mean_change,
     pass_at_k,
     pass_hat_k,
     sign_test,
+    weighted_sum,
     wilson_interval,
 )
 
@@ -100,3 +103,22 @@ def test_interval_with_attempts_covers_the_true_share():
         naive += low <= 0.5 <= high
     assert covered / 300 > 0.92
     assert naive / 300 < 0.75  # an interval that takes attempts for samples is too narrow
+
+
+def share(successes: int, trials: int) -> Estimated:
+    return (successes / trials, *wilson_interval(successes, trials))
+
+
+def test_interval_of_a_difference_of_shares_matches_newcombe():
+    found = weighted_sum([share(48, 80), share(56, 70)], (1, -1))
+    assert found == pytest.approx((-0.2, -0.3339, -0.0524), abs=1e-4)
+    low, high = sorted(-end for end in found[1:])
+    assert mean_change([share(48, 80)], [share(56, 70)]) == pytest.approx((-found[0], low, high))
+
+
+def test_interval_of_a_change_narrows_with_the_number_of_tasks():
+    one = mean_change([share(10, 50)], [share(15, 50)])
+    three = mean_change([share(10, 50)] * 3, [share(15, 50)] * 3)
+    assert one[0] == pytest.approx(three[0])
+    assert one[1] < 0 < three[1]
+    assert one[0] - one[1] == pytest.approx(math.sqrt(3) * (three[0] - three[1]))

@@ -454,3 +454,37 @@ def test_metrics_of_tasks_have_curves_and_are_compared(tmp_path: Path):
     page, _ = read_page(tmp_path)
     assert "mean metric of an episode" in page
     assert "<tr><td>shop</td><td>lookups</td><td>1.5</td><td>4.25</td></tr>" in page
+
+
+def report_of(folder: Path, *, before: int, after: int, trained: float) -> str:
+    """Return the report of a run with so many successes in 50 held-out episodes."""
+    log = MetricsLog(folder)
+    for name, wins in (("before", before), ("after", after)):
+        played = [make_trajectory("shop", i, version=0, success=i < wins) for i in range(50)]
+        log.log_evaluation(name, policy_version=0, results={"shop": played})
+    tasks = {"shop": {"success": trained}}
+    log.log_step(1, policy_version=1, elapsed_s=1.0, metrics={}, tasks=tasks)
+    log.close()
+    return read_page(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"), [(10, 15, "dim"), (10, 40, "up"), (40, 10, "down"), (15, 10, "dim")]
+)
+def test_change_has_an_interval_and_is_grey_if_that_includes_zero(
+    tmp_path: Path, before: int, after: int, kind: str
+):
+    page = report_of(tmp_path, before=before, after=after, trained=0.5)
+    points = 2 * (after - before)
+    change = re.escape(f'<span class="{kind}">{points:+.1f} points</span> ')
+    found = re.search(rf"{change}[^\[]*\[(.*?), (.*?)\]", page)
+    assert found is not None
+    low, high = map(float, found.groups())
+    assert low < points < high
+    assert (low <= 0 <= high) == (kind == "dim")
+
+
+@pytest.mark.parametrize(("trained", "kind"), [(0.82, "down"), (0.4, "")])
+def test_success_in_training_far_above_held_out_success_is_marked(tmp_path: Path, trained: float, kind: str):
+    page = report_of(tmp_path, before=10, after=11, trained=trained)
+    assert f'<td class="{kind}">{100 * trained:.1f}%</td>' in page

@@ -6,11 +6,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl_env import Message
+from agentrl_env import Message, TaskSample
 from agentrl_env.evaluation import EvaluationError, read_run, summarize
 from agentrl_train.cli.commands import summary_table
 from agentrl_train.cli.evaluating import evaluation_table
-from agentrl_train.training.evaluation import EvaluationJournal, Tally, evaluate, recorded, restored
+from agentrl_train.telemetry.diagnosis import Diagnosis
+from agentrl_train.telemetry.metrics import success_interval
+from agentrl_train.training.evaluation import (
+    Evaluation,
+    EvaluationJournal,
+    Tally,
+    evaluate,
+    held_out_samples,
+    recorded,
+    restored,
+)
+from agentrl_train.types import EpisodeEnd, Step, TaskSource, Trajectory, TrajectoryGroup
 from tests.train.fakes import CHAT, DOWN, Countdown, ScriptedEngine, always, make_actor
 
 TASK = "countdown"
@@ -51,6 +62,61 @@ def test_summary_table_shows_greedy_success_where_it_was_measured():
     assert "greedy before" in text
     assert "+62.5" in text
     assert "-" in text.splitlines()[-2]
+
+
+def test_summary_table_shows_the_interval_of_a_change():
+    row = {"before": 0.2, "after": 0.3, "episodes": 50, "before_greedy": None, "after_greedy": None}
+    intervals = {"before_interval": [0.11, 0.33], "after_interval": [0.19, 0.44]}
+    summary = {"tasks": {"shop": row | intervals}, "seconds": 1.0}
+    assert "+10.0 [-7, +27]" in printed(summary_table(summary))
+
+
+def test_attempts_at_a_sample_do_not_narrow_the_interval_if_they_agree():
+    once = [succeeding(index, index % 2 == 0) for index in range(20)]
+    low, high = success_interval(once)
+    assert success_interval(once * 4) == pytest.approx((low, high))
+    mixed = [succeeding(index, (index + attempt) % 2 == 0) for index in range(20) for attempt in range(4)]
+    assert success_interval(mixed)[0] > low
+
+
+def succeeding(index: int, success: bool) -> Trajectory:
+    sample = TaskSample(task=TASK, index=index)
+    reward = float(success)
+    return Trajectory(
+        sample=sample, opening=(), turns=(), end=EpisodeEnd.TERMINATED, reward=reward, success=success
+    )
+
+
+def evaluated(successes: int, episodes: int = 100) -> tuple[float, float, float]:
+    played = [succeeding(index, index < successes) for index in range(episodes)]
+    result = Evaluation(task=TASK, trajectories=played, attempts=1)
+    return result.success, *result.interval
+
+
+def test_success_in_training_far_above_held_out_success_gives_one_warning(caplog):
+    diagnosis = Diagnosis(CHAT, by_turn=False, max_grad_norm=1.0)
+    diagnosis.compare({TASK: evaluated(22)})  # nothing was trained yet
+    for step in range(20):
+        played = [succeeding(index, index > 0) for index in range(6)]
+        group = TrajectoryGroup(group_id=step, task=TASK, trajectories=played, admitted_version=0)
+        diagnosis.examine(Step(groups=[group], trained_version=step), {"loss_tokens": 1.0})
+    diagnosis.compare({TASK: evaluated(80)})
+    assert "held-out" not in caplog.text
+    diagnosis.compare({TASK: evaluated(22)})
+    assert "countdown succeeds in 83% of the last training episodes and in 22% of the held-out" in caplog.text
+    assert "61 points less (95 % interval" in caplog.text
+
+
+def test_more_held_out_samples_than_the_split_has_are_reported(caplog):
+    sources = {
+        TASK: TaskSource(task=TASK, split="test", num_samples=3),
+        "endless": TaskSource(task="endless"),
+    }
+    assert held_out_samples(sources, 3) == {TASK: [0, 1, 2], "endless": [0, 1, 2]}
+    assert caplog.text == ""
+    assert held_out_samples(sources, 5)[TASK] == [0, 1, 2]
+    assert "5 held-out samples of countdown are configured" in caplog.text
+    assert "its split 'test' has 3" in caplog.text
 
 
 class Interrupted(Exception):
