@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -560,6 +560,20 @@ def _plain(content: str | list[dict[str, Any]] | None) -> str | None:
     if not isinstance(content, list):
         return content
     return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
+
+
+def hidden_parts(messages: Iterable[Message]) -> list[str]:
+    """Return the types of the parts of messages that a policy sees by their type alone, such as images."""
+    parts = (part for one in messages if isinstance(one.content, list) for part in one.content)
+    return sorted({str(part.get("type")) for part in parts if "text" not in part})
+
+
+def hidden_parts_warning(task: str, types: Sequence[str]) -> str:
+    """Return a warning about parts of messages that a policy does not see."""
+    return (
+        f"task {task} sends {' and '.join(types)} in messages, which the policy reads as "
+        f"{', '.join(f'[{one}]' for one in types)}: only text is trained on, so let the task describe them"
+    )
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], re.Pattern[str]]:

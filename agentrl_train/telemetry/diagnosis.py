@@ -9,7 +9,8 @@ from itertools import chain
 from statistics import fmean
 
 from agentrl_env.evaluation.statistics import effective_trials, weighted_sum, wilson_interval
-from agentrl_train.chat import ChatFormat
+from agentrl_env.types import Message
+from agentrl_train.chat import ChatFormat, hidden_parts, hidden_parts_warning
 from agentrl_train.types import EpisodeEnd, Step, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,22 @@ class Diagnosis:
         by_turn: True if credit is given by turn.
         max_grad_norm: ``train.max_grad_norm``.
         without_tools: tasks in which a policy answers with text alone.
+        hidden: tasks whose openings have parts that the policy does not see, which has been logged.
     """
 
     def __init__(
-        self, chat: ChatFormat, *, by_turn: bool, max_grad_norm: float, without_tools: Collection[str] = ()
+        self,
+        chat: ChatFormat,
+        *,
+        by_turn: bool,
+        max_grad_norm: float,
+        without_tools: Collection[str] = (),
+        hidden: Collection[str] = (),
     ) -> None:
         self._chat = chat
         self._without_tools = without_tools
+        self._hidden = set(hidden)
+        """Tasks with a warning about parts of messages that the policy does not see."""
         self._by_turn = by_turn
         self._max_grad_norm = max_grad_norm
         self._counts: Counter[str] = Counter()
@@ -73,6 +83,10 @@ class Diagnosis:
             if task not in self._cut:
                 self._cut.add(task)
                 logger.warning("%s", warning)
+        for group in groups:
+            if group.task not in self._hidden and (hidden := hidden_parts(_messages(group))):
+                self._hidden.add(group.task)
+                logger.warning("%s", hidden_parts_warning(group.task, hidden))
         self._warn("large", large_step_warning(metrics), in_a_row=False)
         if self._by_turn and step.next_version == 1:
             self._warn("turns", turn_rewards_warning(groups))
@@ -97,6 +111,12 @@ class Diagnosis:
         self._counts[problem] += 1
         if self._counts[problem].bit_count() == 1:
             logger.warning("%s", warning)
+
+
+def _messages(group: TrajectoryGroup) -> Iterator[Message]:
+    for one in group.trajectories:
+        yield from one.opening
+        yield from chain.from_iterable(turn.reply for turn in one.turns)
 
 
 def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:

@@ -189,6 +189,7 @@ class Run:
             by_turn=trainer.algorithm.credit.name == "turn",
             max_grad_norm=policy.learner.settings.max_grad_norm,
             without_tools={prompt.task for prompt in policy.prompts if not prompt.tools},
+            hidden={prompt.task for prompt in policy.prompts if prompt.hidden},
         )
         self._started = time.monotonic()
         device = str(policy.learner.device)

@@ -18,7 +18,7 @@ from agentrl_env.client import EnvClient
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.actor import require_room
-from agentrl_train.chat import REFUSALS, ChatFormat, Reading
+from agentrl_train.chat import REFUSALS, ChatFormat, Reading, hidden_parts, hidden_parts_warning
 from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.sub_agent import views
@@ -49,6 +49,8 @@ class Prompt:
     tools: Sequence[ToolSpec]
     token_ids: Sequence[int]
     requests: Sequence[SamplingParams]
+    hidden: Sequence[str] = ()
+    """Types of the parts of the opening that the policy does not see."""
 
 
 async def check_sessions(
@@ -81,6 +83,8 @@ async def check_sessions(
         except (AgentRLError, TimeoutError) as error:
             logger.warning("the chat format is not checked with task %s: %s", task, error or "no answer")
             continue
+        if hidden := hidden_parts(session.messages):
+            logger.warning("%s", hidden_parts_warning(task, hidden))
         asked = sub_agent if sub_agent is not None and sub_agent.serves(task) else None
         for opening, tools in views(asked, session.messages, session.tools):
             check_format(chat, task=task, opening=opening, tools=tools)
@@ -90,7 +94,8 @@ async def check_sessions(
                 requests = [
                     sampling.request(ids, seed=seed, limit=COMPLETION_TOKENS) for seed in range(COMPLETIONS)
                 ]
-                prompts.setdefault(task, Prompt(task=task, tools=tools, token_ids=ids, requests=requests))
+                prompt = Prompt(task=task, tools=tools, token_ids=ids, requests=requests, hidden=hidden)
+                prompts.setdefault(task, prompt)
     return list(prompts.values())
 
 

@@ -187,6 +187,46 @@ async def test_many_turns_cut_by_the_token_limit_give_one_warning_per_task(
     assert caplog.text.count("of the turns of countdown were cut off") == 1
 
 
+PICTURE = [
+    {"type": "text", "text": "Look."},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+]
+
+
+class Pictures(Environment):
+    """Shows a picture in the opening, or after a turn."""
+
+    name = "countdown"
+    max_turns = 2
+    in_opening = True
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        return Message(role="user", content=PICTURE if self.in_opening else "Go.")
+
+    def respond(self, text):  # type: ignore[no-untyped-def]
+        return Message(role="user", content="Go on." if self.in_opening else PICTURE)
+
+
+@pytest.mark.parametrize("in_opening", [True, False])
+async def test_pictures_that_the_policy_does_not_see_give_one_warning_per_task(
+    in_opening: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pictures, "in_opening", in_opening)
+    warning = "task countdown sends image_url in messages, which the policy reads as [image_url]"
+    chat = format_of(CHAT_TEMPLATE)
+    async with Pictures.local() as client:
+        prompts = await check_sessions(chat, {"countdown": client}, sources=SOURCES, sampling=Sampling())
+    assert caplog.text.count(warning) == in_opening
+    group = await played(chat, Pictures, Message.assistant("I see."))
+    caplog.clear()
+    diagnosis = Diagnosis(
+        chat, by_turn=False, max_grad_norm=1.0, hidden={one.task for one in prompts if one.hidden}
+    )
+    for _ in range(2):
+        diagnosis.examine(Step(groups=[group]), {"loss_tokens": 1.0})
+    assert caplog.text.count(warning) == (not in_opening)
+
+
 def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(CHAT_TEMPLATE + "{% if thinking %}<think>\n{% endif %}")
