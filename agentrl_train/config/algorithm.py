@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 SIBLINGS = ("mean", "leave_one_out", "length_weighted")
 """Baselines that compare siblings."""
+WIDE = 9.0
+"""Value of ``region.high`` from which a cap bounds the weights of rare tokens and stops no update."""
 
 
 class Baseline(Function):
@@ -386,12 +388,27 @@ def _problems_of_critic(config: RunConfig) -> list[str]:
             "algorithm.credit = 'sweet' learns from pairs of siblings, but rollout.group_size is 1: use a "
             "larger group or another credit"
         )
-    if isinstance(credit, CriticCredit) and credit.warmup_steps >= config.run.steps:
-        found.append(
-            f"algorithm.credit.warmup_steps ({credit.warmup_steps}) must be below run.steps "
-            f"({config.run.steps}), or the policy is never trained"
-        )
     return found
+
+
+def algorithm_notes(config: RunConfig) -> list[str]:
+    """Return notes on ``[algorithm]`` beside other sections, one sentence each."""
+    algorithm, rollout = config.algorithm, config.rollout
+    region = algorithm.region
+    wide = region.name == "none" or (region.name == "cap" and getattr(region, "high", 0.0) >= WIDE)
+    older = []
+    if rollout.max_staleness > 0:
+        older.append(f"rollout.max_staleness = {rollout.max_staleness}")
+    if rollout.stale.fraction > 0:
+        older.append(f"rollout.stale.fraction = {rollout.stale.fraction:g}")
+    if not (wide and older) or algorithm.corrects or algorithm.ratio.name == "geometric":
+        return []
+    zero = " and ".join(f"{one.partition(' = ')[0]} = 0" for one in older)
+    return [
+        f"algorithm.region = {region.name!r} is for tokens of the policy that is trained, but older policies "
+        f"sample too ({', '.join(older)}), and nothing stops the update of their tokens: set {zero}, or "
+        "algorithm.region = 'clip'"
+    ]
 
 
 def _problems_of_single_episodes(algorithm: AlgorithmSection) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import model_validator
 
-from agentrl_train.config.algorithm import AlgorithmSection, algorithm_problems
+from agentrl_train.config.algorithm import AlgorithmSection, algorithm_notes, algorithm_problems
 from agentrl_train.config.credit import CriticCredit
 from agentrl_train.config.reward import RewardSection
 from agentrl_train.config.rollout import RolloutSection, Stale
@@ -72,8 +72,11 @@ class RunConfig(Section):
 
     @property
     def critic(self) -> CriticCredit | None:
-        """Return the settings of the critic, if credit is by a critic."""
-        return self.algorithm.critic
+        """Return the settings of the critic, if credit is by one. Its head start is shorter than the run."""
+        critic = self.algorithm.critic
+        if critic is None:
+            return None
+        return critic.model_copy(update={"warmup_steps": min(critic.warmup_steps, self.run.steps - 1)})
 
     @property
     def warmup_steps(self) -> int:
@@ -82,13 +85,16 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> list[str]:
-        """Return what differs from the settings, one sentence each, to be printed when the run starts."""
-        if self.warmup_steps == self.train.warmup_steps:
-            return []
-        return [
-            f"train.warmup_steps is {self.warmup_steps} instead of {self.train.warmup_steps}: the run has "
-            f"run.steps = {self.run.steps}"
+        """Return sentences about the settings that are printed when the run starts."""
+        steps = [("train", self.warmup_steps, self.train.warmup_steps)]
+        if (critic := self.critic) is not None and (given := self.algorithm.critic) is not None:
+            steps.append(("algorithm.credit", critic.warmup_steps, given.warmup_steps))
+        shortened = [
+            f"{section}.warmup_steps is {used} instead of {given}: the run has run.steps = {self.run.steps}"
+            for section, used, given in steps
+            if used != given
         ]
+        return shortened + algorithm_notes(self)
 
     @property
     def stall_timeout_s(self) -> float:

@@ -234,7 +234,6 @@ def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path
         (["algorithm.credit=gae_turn", "algorithm.baseline=mean"], "has the critic's values as its baseline"),
         (["algorithm.baseline=value"], "has the critic's values as its baseline"),
         ([*ESTIMATED, "algorithm.scale=std"], "and no scale"),
-        ([*ESTIMATED, "algorithm.credit.warmup_steps=20"], "must be below run.steps (20)"),
         ([*ESTIMATED, "algorithm.ratio=sequence"], "use ratio = 'sequence_token'"),
         ([*ESTIMATED, "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
         (["algorithm.credit=sweet", "rollout.group_size=1"], "learns from pairs of siblings"),

@@ -318,6 +318,33 @@ def test_warm_up_is_shorter_than_the_run(config_file: Path, steps: int, warmup: 
     assert config.notes == ([] if warmup == 20 else [noted])
 
 
+def test_head_start_of_a_critic_is_shorter_than_the_run(config_file: Path):
+    config = load_config(
+        config_file, ["algorithm.preset=archer", "algorithm.credit.warmup_steps=20", "run.steps=2"]
+    )
+    assert config.critic is not None
+    assert config.critic.warmup_steps == 1
+    assert "algorithm.credit.warmup_steps is 1 instead of 20: the run has run.steps = 2" in config.notes
+
+
+@pytest.mark.parametrize("preset", ["reinforce", "opo", "archer"])
+def test_preset_for_tokens_of_the_trained_policy_notes_older_samplers(config_file: Path, preset: str):
+    chosen = [f"algorithm.preset={preset}", "run.steps=100"]
+    synchronous = load_config(config_file, [*chosen, "rollout.max_staleness=0"])
+    (note,) = load_config(config_file, chosen).notes
+    (crossed,) = load_config(config_file, [*chosen, "rollout.stale.fraction=0.25"]).notes
+    assert synchronous.notes == []
+    assert "older policies sample too (rollout.max_staleness = 1)" in note
+    assert crossed.endswith(
+        "set rollout.max_staleness = 0 and rollout.stale.fraction = 0, or algorithm.region = 'clip'"
+    )
+
+
+@pytest.mark.parametrize("preset", ["agentrl", "cispo", "gmpo", "grpo", "dppo", "tis"])
+def test_preset_that_bounds_updates_has_no_note_on_older_samplers(config_file: Path, preset: str):
+    assert load_config(config_file, [f"algorithm.preset={preset}", "run.steps=100"]).notes == []
+
+
 def test_override_of_a_parameter_keeps_the_function_of_the_file(config_file: Path):
     config_file.write_text(f'{MINIMAL}[algorithm]\nregion = "soft"\n')
     region = load_config(config_file, ["algorithm.region.negative=2"]).algorithm.region
