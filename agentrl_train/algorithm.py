@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+
+import numpy as np
+import torch
 
 from agentrl_train import advantage, loss, reward
 from agentrl_train.advantage import Values
 from agentrl_train.config import AlgorithmSection, RewardSection
+from agentrl_train.config.functions import Function, Own, described
+from agentrl_train.errors import ConfigError, ran_out_of_memory
 from agentrl_train.loss import Objective
 from agentrl_train.reward import combining
 from agentrl_train.types import Trajectory, TrajectoryGroup
 
 Advantages = Callable[[Sequence[TrajectoryGroup]], "list[list[Values | None]]"]
 Functions = Mapping[str, Callable[..., Any]]
+QUOTED = 100
+"""Characters of a wrong value that are quoted, at most."""
+
+
+def _number_or_row(value: Any, siblings: advantage.Siblings) -> bool:
+    return np.shape(value) in ((), siblings.returns.shape) and bool(np.isfinite(value).all())
+
+
+def _positive(value: Any, siblings: advantage.Siblings) -> bool:
+    return np.shape(value) == () and 0.0 < float(value) < np.inf
+
+
+def _comparisons(value: Any, *arguments: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(one, advantage.Comparison) for one in value)
+
+
+def _of_tokens(value: Any, *arguments: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == arguments[-1].logprobs.shape
+
+
+def _losses(value: Any, *arguments: Any) -> bool:
+    parts = isinstance(value, tuple) and len(value) == 2 and all(_of_tokens(one, *arguments) for one in value)
+    return parts and value[1].dtype == torch.bool
+
+
+def _rewards(value: Any, scores: Mapping[str, Values], weights: Any) -> bool:
+    number = len(next(iter(scores.values())))
+    return np.shape(value) == (number,) and bool(np.isfinite(value).all())
+
+
+RETURNS: Mapping[str, tuple[str, Callable[..., bool]]] = {
+    "algorithm.credit": ("a list of Comparison", _comparisons),
+    "algorithm.baseline": ("a finite number, or one for each return", _number_or_row),
+    "algorithm.scale": ("a number above 0", _positive),
+    "algorithm.leave_out": ("true or false", lambda value, *arguments: np.shape(value) == ()),
+    "algorithm.anchor": ("a tensor with a log-probability for each token", _of_tokens),
+    "algorithm.ratio": ("a tensor with a ratio for each token", _of_tokens),
+    "algorithm.region": (
+        "(losses, bounded), a float and a boolean tensor with a value for each token",
+        _losses,
+    ),
+    "algorithm.correction": ("a tensor with a weight for each token", _of_tokens),
+    "reward.combine": ("a finite number for each episode", _rewards),
+}
+"""Key -> what its function must return, and the check of a value with the arguments of the function."""
+
 
 CREDITS: Functions = {
     "trajectory": advantage.by_trajectory,
@@ -70,9 +121,9 @@ def advantage_function(algorithm: AlgorithmSection, *, max_context: int) -> Adva
     """Return the function from groups to advantages; raises ``ConfigError`` for a function without a file."""
     return partial(
         advantage.advantages,
-        credit=algorithm.credit.among(CREDITS),
-        baseline=algorithm.baseline.among(BASELINES),
-        scale=algorithm.scale.among(SCALES),
+        credit=checked("algorithm.credit", algorithm.credit, CREDITS),
+        baseline=checked("algorithm.baseline", algorithm.baseline, BASELINES),
+        scale=checked("algorithm.scale", algorithm.scale, SCALES),
         normalization=algorithm.normalization,
         aggregation=algorithm.aggregation.name,
         keep_groups=algorithm.keep_groups,
@@ -83,7 +134,36 @@ def advantage_function(algorithm: AlgorithmSection, *, max_context: int) -> Adva
 
 def exclusions(algorithm: AlgorithmSection) -> list[Callable[[Trajectory], bool]]:
     """Return the functions that are true for the episodes to omit from the loss."""
-    return [one.among(EXCLUSIONS) for one in algorithm.leave_out]
+    return [checked("algorithm.leave_out", one, EXCLUSIONS) for one in algorithm.leave_out]
+
+
+def checked(key: str, choice: Function, functions: Functions) -> Callable[..., Any]:
+    """Return the function of a key; that of a user raises ``ConfigError`` if it fails or returns nonsense."""
+    function = choice.among(functions)
+    if not isinstance(choice, Own) or choice.spelled.startswith("agentrl_train."):
+        return function
+    name, (expected, fits) = f"{key} = {choice.spelled!r}", RETURNS[key]
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            value = function(*arguments)
+        except Exception as error:  # the code of a user raises anything
+            if ran_out_of_memory(error):
+                raise
+            raise ConfigError(f"{name} failed: {described(error, function)}") from error
+        try:
+            valid = fits(value, *arguments)
+        except (TypeError, ValueError):
+            valid = False
+        if valid:
+            return value
+        shape = f" of shape {list(np.shape(value))}" if isinstance(value, np.ndarray | torch.Tensor) else ""
+        raise ConfigError(
+            f"{name} must return {expected}; it returned {type(value).__name__}{shape}: {str(value)[:QUOTED]}"
+        )
+
+    return call
 
 
 def signal_function(algorithm: AlgorithmSection, *, max_context: int) -> Callable[[TrajectoryGroup], bool]:
@@ -120,10 +200,12 @@ def objective_function(algorithm: AlgorithmSection) -> Objective:
     """Return the loss; raises ``ConfigError`` for a function without a file."""
     return partial(
         loss.policy_loss,
-        anchor=algorithm.anchor.among(ANCHORS),
-        ratio=algorithm.ratio.among(RATIOS),
-        region=algorithm.region.among(REGIONS),
-        correction=algorithm.correction.among(CORRECTIONS) if algorithm.corrects else None,
+        anchor=checked("algorithm.anchor", algorithm.anchor, ANCHORS),
+        ratio=checked("algorithm.ratio", algorithm.ratio, RATIOS),
+        region=checked("algorithm.region", algorithm.region, REGIONS),
+        correction=checked("algorithm.correction", algorithm.correction, CORRECTIONS)
+        if algorithm.corrects
+        else None,
     )
 
 
@@ -134,7 +216,7 @@ def reward_functions(section: RewardSection) -> reward.Rewards | None:
     return reward.Rewards(
         {one.title: one.called for one in section.functions},
         weights=section.weights,
-        combine=section.combine.among(COMBINATIONS),
+        combine=checked("reward.combine", section.combine, COMBINATIONS),
         fade_steps=section.fade_steps,
         timeout_s=section.timeout_s,
     )

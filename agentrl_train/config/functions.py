@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
@@ -28,10 +29,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from agentrl_env.author_code import describe
 from agentrl_train.config.paths import FUNCTION, target
 from agentrl_train.config.section import Table
 from agentrl_train.errors import ConfigError
 
+_PACKAGE = str(Path(__file__).parents[1])
 OWN = "file.py:function"
 """Tag of a user's function among the choices."""
 
@@ -80,7 +83,8 @@ class Own(Function):
         """Return the name of the function, as a file spells it."""
         if isinstance(self.name, str):
             return self.name
-        kind = self.name if hasattr(self.name, "__qualname__") else type(self.name)
+        whole = self.name.func if isinstance(self.name, partial) else self.name
+        kind = whole if hasattr(whole, "__qualname__") else type(whole)
         return f"{kind.__module__}:{kind.__qualname__}"
 
     @property
@@ -157,9 +161,23 @@ def imported(name: str) -> Any:
     source, _, function = name.rpartition(":")
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        return attrgetter(function)(module)
     except Exception as error:  # the code of a user raises anything
-        raise ConfigError(f"the function {name} cannot be imported: {error}") from error
+        raise ConfigError(f"the function {name} cannot be imported: {described(error)}") from error
+    try:
+        return attrgetter(function)(module)
+    except AttributeError as error:
+        here = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = get_close_matches(function, here, n=1)
+        choice = f"did you mean {near[0]}?" if near else f"it has {', '.join(here) or 'no function'}"
+        raise ConfigError(f"{source} has no function {function!r}; {choice}") from error
+
+
+def described(error: Exception, function: Callable[..., Any] | None = None) -> str:
+    """Return an error with the file and line of the user's function that raised it, or of the function."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        step = step.tb_next
+    return describe(error.with_traceback(step), function)
 
 
 def _module(path: Path) -> Any:

@@ -8,12 +8,11 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from agentrl_env.author_code import describe
+from agentrl_train.config.functions import described
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.reward.combining import Combination, weighted
 from agentrl_train.types import EpisodeEnd, Trajectory
@@ -27,7 +26,6 @@ MAX_SCORE = 1e12
 """Largest magnitude of a score: its square still fits the float32 of the learner."""
 MAX_REASON = 2_000
 """Characters of an error message that are kept."""
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def reward(function: Callable[..., Any]) -> RewardFunction:
@@ -93,7 +91,7 @@ class Rewards:
                     scores |= named(name, await _value(function, trajectory))
         except Exception as error:  # the code of a user raises anything
             late = isinstance(error, TimeoutError)
-            reason = f"no score within {self._timeout_s:g} s" if late else _described(error)
+            reason = f"no score within {self._timeout_s:g} s" if late else described(error)
             missing = f"reward {name!r}: {reason}"[:MAX_REASON]
             return replace(trajectory, end=EpisodeEnd.FAILED_REWARD, error=missing)
         return replace(trajectory, scores=scores)
@@ -144,11 +142,3 @@ async def _value(function: RewardFunction, trajectory: Trajectory) -> Any:
         return await function(trajectory)
     found = await asyncio.to_thread(function, trajectory)
     return await found if inspect.isawaitable(found) else found
-
-
-def _described(error: Exception) -> str:
-    """Return an error with the file and line of the reward function that raised it."""
-    step = error.__traceback__
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        step = step.tb_next
-    return describe(error.with_traceback(step))

@@ -281,11 +281,61 @@ def test_recomputed_anchor_is_accepted_in_a_synchronous_run() -> None:
 
 
 def test_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("")
-    with pytest.raises(ConfigError, match="has no attribute 'gone'"):
+    (tmp_path / "mine.py").write_text("def going(): ...\n")
+    with pytest.raises(ConfigError, match=r"mine\.py has no function 'gone'; did you mean going\?$"):
         imported(f"{tmp_path}/mine.py:gone")
+    with pytest.raises(ConfigError, match=r"mine\.py has no function 'xyz'; it has going$"):
+        imported(f"{tmp_path}/mine.py:xyz")
     with pytest.raises(ConfigError, match="cannot be imported"):
         imported("no_such_module:gone")
+    (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(.*broken\.py:2"):
+        imported(f"{tmp_path}/broken.py:gone")
+
+
+LEAKY = "return -ratios * tokens.advantages"
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "reason"),
+    [
+        (
+            "region",
+            f"def own(ratios, tokens): {LEAKY}",
+            r"must return \(losses, bounded\), .* returned Tensor of shape",
+        ),
+        ("region", f"def own(ratios, tokens): {LEAKY}, ratios", "a boolean tensor .* returned tuple"),
+        ("region", f"def own(ratios): {LEAKY}", r"failed: TypeError: own\(\) takes 1 .*mine\.py:1\)"),
+        (
+            "ratio",
+            "def own(log_ratios, tokens): return log_ratios.mean()",
+            r"a ratio for each token; .* shape \[\]",
+        ),
+        ("anchor", "def own(tokens):\n    return tokens.gone", r"AttributeError: .*mine\.py:2, in own\)"),
+        (
+            "baseline",
+            "def own(siblings): return 'high'",
+            "must return a finite number, .* returned str: high",
+        ),
+        ("baseline", "def own(siblings): return siblings.returns[:1]", r"ndarray of shape \[1\]"),
+        ("scale", "def own(siblings): return 0.0", "must return a number above 0; it returned float: 0.0"),
+        ("credit", "def own(group, shaped): return shaped", "a list of Comparison; it returned Shaped"),
+    ],
+)
+def test_wrong_function_of_a_user_is_named_with_what_it_must_return(
+    tmp_path: Path, key: str, code: str, reason: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"{code}\n")
+    algorithm = plain_config(f"algorithm.{key}={tmp_path}/mine.py:own", "rollout.max_staleness=0").algorithm
+    advantages = partial(advantage_function(algorithm, max_context=512), [rewarded([1.0], [0.0], [0.0])])
+    given = six(4, spread=0.05)
+    tokens = {name: getattr(given, name) for name in loss.Tokens.__slots__}
+    objective = partial(
+        objective_function(algorithm), loss.Tokens(**tokens | {"old": given.logprobs.detach()})
+    )
+    call = advantages if key in ("credit", "baseline", "scale") else objective
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key} = '.*mine\.py:own' .*{reason}"):
+        call()
 
 
 def test_signal_of_a_group_includes_penalties() -> None:
