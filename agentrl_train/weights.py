@@ -244,10 +244,19 @@ def drift(
         sequences: sequences with the engine's log-probabilities.
         version: policy version of the trainer's weights.
         truncated: whether the engine left out improbable tokens, which makes the others more probable.
+
+    Raises:
+        WeightMismatch: the trainer's log-probabilities are not numbers, whatever the engine has.
     """
     differences = [np.zeros(0)]
     for ours, one in zip(trainer, sequences, strict=True):
         compared = (one.versions == version) & (one.loss_mask > 0)
+        if not np.isfinite(ours[compared]).all():
+            raise WeightMismatch(
+                f"the trainer's own log-probabilities at version {version} are not numbers, so the weights "
+                "contain NaN or infinite values, or overflow: check the files of model.path, or use float32 "
+                "(model.dtype, train.precision)"
+            )
         excess = (ours - one.logprobs)[compared]
         differences.append(np.maximum(excess, 0.0) if truncated else np.abs(excess))
     values = np.concatenate(differences)

@@ -33,6 +33,8 @@ from agentrl_train.types import Sampling
 
 FIXED = ("train.lora", "model.path", "model.revision")
 """Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
+CRITIC = "algorithm.credit.name"
+"""Setting whose value must not become another critic on resume: checkpoints hold the critic of the run."""
 CONTEXTS_FRACTION = 0.05
 """Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.config.run_config import FIXED
+from agentrl_train.config.algorithm import BY_CRITIC
+from agentrl_train.config.run_config import CRITIC, FIXED
 from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import steps
@@ -26,8 +28,9 @@ def claim_run_dir(
 ) -> Iterator[list[str]]:
     """Create or reopen the run folder and lock it.
 
-    A folder in which no step was trained starts from the beginning, with ``resume`` or without.
-    ``changes_since`` returns the settings that differ from those in a file.
+    A folder in which no step was trained starts from the beginning, with ``resume`` or without. A new folder
+    is deleted if the start fails before its configuration is written. ``changes_since`` returns the settings
+    that differ from those in a file.
 
     Yields:
         The settings that changed since the run began, one sentence each.
@@ -51,6 +54,7 @@ def claim_run_dir(
         )
     if resume and not folder.exists():
         raise ConfigError(f"{folder} contains no run to resume: start it without --resume")
+    new = not folder.exists()
     with run_folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the run ends)
@@ -60,14 +64,22 @@ def claim_run_dir(
         except BlockingIOError:
             raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
         changed = changes_since(folder / CONFIG) if started else {}
-        for name, (old, new) in changed.items():
-            if name.startswith(FIXED):
+        for name, (old, now) in changed.items():
+            if name.startswith(FIXED) or (name == CRITIC and now in BY_CRITIC):
                 moved = f"; if the model has only moved, correct {folder / CONFIG}" * (name == "model.path")
                 raise ConfigError(
-                    f"{name} was {old} when the run in {folder} began, and is {new} now, which does not fit "
+                    f"{name} was {old} when the run in {folder} began, and is {now} now, which does not fit "
                     f"its checkpoints: restore it, or start another run with --set run.name=NAME{moved}"
                 )
-        yield [f"{name} = {new} (was {old})" for name, (old, new) in changed.items() if name not in NOT_SHOWN]
+        shown = [
+            f"{name} = {now} (was {old})" for name, (old, now) in changed.items() if name not in NOT_SHOWN
+        ]
+        try:
+            yield shown
+        except BaseException:
+            if new and not (folder / CONFIG).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def write_config(folder: Path, text: str) -> None:

@@ -54,10 +54,17 @@ def test_single_outliers_are_accepted_if_mean_is_within_tolerance() -> None:
         require_agreement(Drift(worst=0.6, mean=1e-5), tolerance=FLOAT32, version=1)
 
 
-def test_nan_drift_is_a_mismatch() -> None:
-    found = drift([np.array([0.0, 0.0, math.nan])], [sampled([-1.0], [1])], version=1)
-    with pytest.raises(WeightMismatch):
+def test_engine_without_numbers_is_a_mismatch() -> None:
+    found = drift([np.array([0.0, 0.0, -1.0])], [sampled([math.nan], [1])], version=1)
+    with pytest.raises(WeightMismatch, match="the engine does not hold the trainer's weights"):
         require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
+
+
+@pytest.mark.parametrize("engine", [math.nan, -1.0])
+@pytest.mark.parametrize("trainer", [math.nan, -math.inf])
+def test_trainer_without_numbers_blames_the_weights_and_not_the_engine(engine: float, trainer: float) -> None:
+    with pytest.raises(WeightMismatch, match=r"the weights contain NaN .* check the files of model\.path"):
+        drift([np.array([0.0, 0.0, trainer])], [sampled([engine], [1])], version=1)
 
 
 @pytest.mark.parametrize("other", [{"a": (2, 3)}, {"a": (2, 3), "b": (5,)}, {"a": (2, 3), "c": (4,)}])

@@ -1,5 +1,6 @@
 """Run folders: claiming, locking, and settings that cannot change on resume."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,38 @@ def test_former_spellings_of_a_run_folder_are_not_changes(tmp_path: Path) -> Non
     assert configured().changes_since(path) == {}
     assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}
     assert "train.lora.rank" in configured(lora={"rank": 4, "alpha": 8}).changes_since(path)
+
+
+def crediting(credit: object) -> RunConfig:
+    return RunConfig.model_validate(configured().model_dump(mode="json") | {"algorithm": {"credit": credit}})
+
+
+@pytest.mark.parametrize("before", ["trajectory", "gae_turn"])
+def test_run_does_not_resume_with_a_critic_that_it_did_not_have(tmp_path: Path, before: str) -> None:
+    folder = begun(tmp_path / "run")
+    write_config(folder, crediting(before).to_toml())
+    with pytest.raises(ConfigError, match=r"algorithm\.credit\.name was .*, and is gae_token now"):
+        claim(folder, crediting("gae_token"), resume=True)
+    assert claim(folder, crediting({"name": "turn", "gamma": 0.9}), resume=True)
+
+
+def failing(folder: Path, write: Callable[[], object]) -> None:
+    with claim_run_dir(folder, configured().changes_since, resume=False):
+        write()
+        raise RuntimeError
+
+
+def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    with pytest.raises(RuntimeError):
+        failing(folder, lambda: (folder / "trace.json").write_text("["))
+    assert not folder.exists()
+    with pytest.raises(RuntimeError):
+        failing(folder, lambda: write_config(folder, configured().to_toml()))
+    assert (folder / "config.toml").exists()
+
+
+def test_failed_start_in_a_folder_that_existed_deletes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        failing(tmp_path, lambda: (tmp_path / "notes.txt").write_text("mine"))
+    assert (tmp_path / "notes.txt").exists()
