@@ -320,7 +320,7 @@ def _finish(run: EvaluationRun, folder: Path, settings: EvalSettings) -> None:
 
 
 def _print_summary(summary: Summary) -> None:
-    from agentrl_env.evaluation.report import percent
+    from agentrl_env.evaluation.report import failed_after, percent
 
     table = Table(title=f"{summary.model} on {summary.task}/{summary.split}", title_justify="left")
     table.add_column("figure")
@@ -350,7 +350,10 @@ def _print_summary(summary: Summary) -> None:
     if summary.repeated_requests:
         rows.append(("requests repeated", f"{summary.repeated_requests:,}"))
     rows += [(f"ended: {name}", str(number)) for name, number in summary.ends.items()]
-    rows += [(f"failed: {reason}"[:100], str(number)) for reason, number in summary.failures.items()]
+    rows += [
+        (f"failed: {reason}"[:100], f"{number} ({failed_after(summary, reason)})")
+        for reason, number in summary.failures.items()
+    ]
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)

@@ -50,7 +50,11 @@ def report_html(run: EvaluationRun, summary: Summary, *, transcripts: int = TRAN
         _repeated(summary),
         _table("Turns", ("", "p50", "p90", "p99", "max"), _latencies(summary)),
         _counts("Ends of episodes", summary.ends),
-        _counts("Failures, which are no results", summary.failures),
+        _table(
+            "Failures, which are no results",
+            ("reason", "episodes", "by their turns"),
+            [(reason, f"{n:,}", failed_after(summary, reason)) for reason, n in summary.failures.items()],
+        ),
         _table("Metrics", ("metric", "mean"), [(k, f"{v:.4g}") for k, v in summary.metrics.items()]),
         _transcripts(run, transcripts),
     )
@@ -68,6 +72,14 @@ def percent(estimate: Estimate | None) -> str:
     if estimate is None:
         return "–"
     return f"{estimate.value:.1%} ({estimate.low:.1%} – {estimate.high:.1%})"
+
+
+def failed_after(summary: Summary, reason: str) -> str:
+    """Return the numbers of failed episodes by their turns, as text."""
+    counts = summary.failed_after[reason]
+    return ", ".join(
+        f"{number:,} of {turns} turn{'' if turns == '1' else 's'}" for turns, number in counts.items()
+    )
 
 
 def _facts(run: EvaluationRun, summary: Summary) -> str:

@@ -72,6 +72,9 @@ class Summary(_Frozen):
     """Episodes whose last try failed for the endpoint, the server or the environment."""
     failures: dict[str, int]
     """Failed episodes by reason, most frequent first."""
+    failed_after: dict[str, dict[str, int]]
+    """Failed episodes by reason and by the turns that they had, such as "4–7": failures of long episodes bias
+    success towards short ones."""
     success: Estimate | None
     """Share of successes with its Wilson interval; attempts at one sample count as what they are worth."""
     reward: Estimate | None
@@ -150,7 +153,8 @@ def summarize(
         planned=len(settings.indices) * settings.attempts,
         episodes=len(counted),
         failed=len(failed),
-        failures=dict(Counter(f"{e.failed}: {e.error}" for e in failed).most_common()),
+        failures=dict(Counter(map(_reason, failed)).most_common()),
+        failed_after=_lengths(failed),
         success=_share(wins),
         reward=_mean_of_groups(groups, lambda episode: episode.reward),
         pass_at=_pass(wins, settings.attempts, pass_at_k),
@@ -208,6 +212,26 @@ def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
         p_value=sign_test(changes),
         changed=tuple(sorted(rows, key=lambda row: row.second - row.first)),
     )
+
+
+def _lengths(failed: Iterable[EpisodeRecord]) -> dict[str, dict[str, int]]:
+    """Return the number of failed episodes by reason and by turns, in ranges that double."""
+    found: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for episode in failed:
+        found[_reason(episode)][len(episode.turns).bit_length()] += 1
+    return {
+        reason: {_range(bits): counts[bits] for bits in sorted(counts)} for reason, counts in found.items()
+    }
+
+
+def _range(bits: int) -> str:
+    """Return the numbers with so many bits: 0, 1, 2–3, 4–7 ..."""
+    first, last = 1 << bits >> 1, (1 << bits) - 1
+    return f"{first}–{last}" if last > first else str(last)
+
+
+def _reason(episode: EpisodeRecord) -> str:
+    return f"{episode.failed}: {episode.error}"
 
 
 def _by_sample(episodes: Iterable[EpisodeRecord]) -> dict[int | str, list[EpisodeRecord]]:

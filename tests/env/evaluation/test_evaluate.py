@@ -31,6 +31,8 @@ from agentrl_env.evaluation import (
     summarize,
     write_report,
 )
+from agentrl_env.evaluation.record import EpisodeRecord, EvaluationRun, TurnRecord
+from agentrl_env.evaluation.report import report_html
 from agentrl_env.launch.process import ServerProcess
 from tests.env.evaluation.chat_server import ChatServer, Sums, completion, numbers, play_sums
 
@@ -284,6 +286,34 @@ def test_failures_of_the_environment_are_no_rewards_of_zero(cli):
     assert found["success"]["value"] == 1.0
     (reason,) = found["failures"]
     assert reason.startswith("environment: RuntimeError: the grader is broken")
+
+
+def failed_episode(index: int, turns: int, error: str) -> EpisodeRecord:
+    turn = TurnRecord(action=Message.assistant("x"))
+    return EpisodeRecord(
+        index=index,
+        attempt=0,
+        turns=(turn,) * turns,
+        end="failed",
+        failed="model",
+        error=error,
+        seconds=1.0,
+        started="",
+    )
+
+
+def test_summary_counts_failures_by_reason_and_by_the_turns_that_were_lost():
+    lost = [failed_episode(n, turns, "http 500") for n, turns in enumerate([0, 9, 12, 15, 2])]
+    lost.append(failed_episode(5, 1, "no answer"))
+    settings = EvaluationSettings(task="sums", split="test", model="small", indices=tuple(range(6)))
+    found = summarize(EvaluationRun(settings=settings, episodes={one.key: one for one in lost}))
+    assert found.failures == {"model: http 500": 5, "model: no answer": 1}
+    assert found.failed_after == {
+        "model: http 500": {"0": 1, "2–3": 1, "8–15": 3},
+        "model: no answer": {"1": 1},
+    }
+    page = report_html(EvaluationRun(settings=settings), found)
+    assert "1 of 0 turns, 1 of 2–3 turns, 3 of 8–15 turns" in page
 
 
 def test_wrong_key_stops_at_once(cli):
