@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,7 +31,7 @@ class _TaskLine:
 
 
 class Progress:
-    """Shows each step: success of the tasks, tokens per second, staleness, idle shares, time left.
+    """Shows each step: success and reward, loss, KL, entropy, tokens per second, staleness, time left.
 
     Args:
         total_steps: steps of the run.
@@ -111,13 +112,28 @@ class Progress:
         return new if old is None else SMOOTHING * old + (1.0 - SMOOTHING) * new
 
     def _plain_line(self) -> str:
-        tasks = "  ".join(f"{task} {_percent(line.success)}" for task, line in self._tasks.items())
-        facts = "  ".join(f"{name} {value}" for name, value in self._facts())
-        return f"step {self._step}/{self._total}  success (smoothed): {tasks}  {facts}"
+        tasks = ", ".join(f"{task} {_percent(line.success)}" for task, line in self._tasks.items())
+        facts = "  ".join(f"{name} {value}" for name, value in self._short_facts() if value is not None)
+        return f"step {self._step}/{self._total}  success (smoothed) {tasks}  {facts}"
+
+    def _short_facts(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the facts of a line: what is learned, and the speed."""
+        get = self._metrics.get
+        rewards = [line.values["reward"] for line in self._tasks.values() if "reward" in line.values]
+        yield "reward", _number(fmean(rewards)) if rewards else None
+        yield from self._learning()
+        yield "tok/s", _count(get("trained_tokens_per_s"))
+        yield "left", _duration(self.seconds_left)
+
+    def _learning(self) -> Iterator[tuple[str, str | None]]:
+        for name, key in (("loss", "loss"), ("KL", "kl"), ("entropy", "entropy")):
+            value = self._metrics.get(key)
+            yield name, None if value is None else f"{value:.2g}"
 
     def _facts(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         facts: list[tuple[str, str | None]] = [
+            *self._learning(),
             ("trained tok/s", _of(get("trained_tokens_per_s"), get("trained_tokens_per_s_ceiling"))),
             ("sampled tok/s", _of(get("sampled_tokens_per_s"), get("sampled_tokens_per_s_ceiling"))),
             ("staleness", _pair(get("staleness_mean"), get("staleness_max"))),

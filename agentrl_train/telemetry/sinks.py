@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,23 @@ from agentrl_train.telemetry.metrics import Sink
 from agentrl_train.telemetry.prometheus import PrometheusExporter
 from agentrl_train.telemetry.trace import TraceFile
 from agentrl_train.types import UNTRACED, Trace
+
+GROUPS = {
+    "staleness": r"staleness_|token_staleness_|tokens_of_age_",
+    "speed": r"(\w+_)?seconds$|\w+_per_s(_ceiling)?$|\w+_idle$",
+    "tokens": r"(\w+_)?tokens$|slots$|sequences$|publish_bytes$",
+    "critic": r"critic_|explained_variance$|value_mean$|return_mean$",
+    "drift": r"\w+_drift(_mean)?$",
+}
+"""Group of a metric in TensorBoard and W&B -> pattern of the names; the others are in ``train``."""
+
+
+def grouped(name: str) -> str:
+    """Return the name of a metric with its group in front; those of tasks have one, as in ``reward/shop``."""
+    if "/" in name:
+        return name
+    group = next((group for group, pattern in GROUPS.items() if re.match(pattern, name)), "train")
+    return f"{group}/{name}"
 
 
 class ScalarWriter:
@@ -45,7 +63,7 @@ class ScalarWriter:
         with run_folder_errors(self._folder):
             for name, value in scalars.items():
                 if math.isfinite(value):
-                    event = Event(step=step, wall_time=time.time(), summary=scalar(name, value))
+                    event = Event(step=step, wall_time=time.time(), summary=scalar(grouped(name), value))
                     self._writer.write_event(event)
             self._writer.flush()
 
@@ -104,7 +122,8 @@ class WandbWriter:
         if self._run is None:
             return
         try:
-            self._run.log({key: v for key, v in scalars.items() if math.isfinite(v)} | {"step": step})
+            finite = {grouped(key): value for key, value in scalars.items() if math.isfinite(value)}
+            self._run.log(finite | {"step": step})
         except self._error as error:
             logger.warning("step %d was not logged to W&B: %s", step, error)
 
@@ -148,7 +167,6 @@ def open_sinks(
 
     ``settings`` are all those of the run, which W&B shows. ``notify`` is called with a message that names
     the address of the metrics endpoint.
-
 
     Raises:
         ConfigError: a port is in use or a package is missing.

@@ -203,7 +203,7 @@ def test_tensorboard_gets_finite_numbers(tmp_path: Path):
     log.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
-    assert b"loss" in content
+    assert b"train/loss" in content
     assert b"success/shop" in content
     assert b"kl" not in content
 
@@ -232,6 +232,8 @@ def shown(*, terminal: bool, steps: int = 3) -> str:
             step,
             elapsed_s=30.0 * step,
             metrics={
+                "loss": -0.01234,
+                "kl": 0.0035,
                 "trained_tokens_per_s": 12_345.6,
                 "staleness_mean": 1.25,
                 "staleness_max": 2.0,
@@ -249,9 +251,10 @@ def test_steps_are_plain_lines_without_terminal():
     lines = shown(terminal=False).splitlines()
     assert lines[0] == "held-out success, before: shop 25.0%, sql -"
     assert lines[3] == (
-        "step 3/10  success (smoothed): shop 50.0%  sql -  trained tok/s 12,346  staleness 1.2 (max 2)"
-        "  trainer idle 12%  left 3:30"
+        "step 3/10  success (smoothed) shop 50.0%, sql -  reward 0.40  loss -0.012  KL 0.0035"
+        "  tok/s 12,346  left 3:30"
     )
+    assert len(lines[3]) < 120
     assert "\x1b" not in "".join(lines)
 
 

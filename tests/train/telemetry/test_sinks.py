@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.telemetry.prometheus import PrometheusExporter
+from agentrl_train.telemetry.sinks import grouped
 
 FIRST = {
     "loss": 0.5,
@@ -95,7 +96,7 @@ def test_port_in_use_is_reported(exporter: PrometheusExporter) -> None:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from agentrl_train.telemetry.sinks import WandbWriter
+from agentrl_train.telemetry.sinks import WandbWriter, grouped
 folder = Path(sys.argv[1])
 for first in (1, 3):  # a run, and the same one resumed
     writer = WandbWriter(folder, project="tests", name="one", config={"run": {"seed": 3}})
@@ -122,12 +123,31 @@ def test_wandb_writes_all_values_to_run_folder(tmp_path: Path) -> None:
     name = (tmp_path / "wandb-id").read_text()
     assert [path.stem for path in runs] == [f"run-{name}"] * 2
     records = [record for path in runs for record in history(path)]
-    assert [(one["step"], one["loss"], one["success/shop"]) for one in records if "loss" in one] == [
-        (step, 1.0 / step, 0.5) for step in (1, 2, 3, 4)
-    ]
-    earlier = [(one["step"], one["held_out_success/shop"]) for one in records if "loss" not in one]
+    assert [
+        (one["step"], one["train/loss"], one["success/shop"]) for one in records if "train/loss" in one
+    ] == [(step, 1.0 / step, 0.5) for step in (1, 2, 3, 4)]
+    earlier = [(one["step"], one["held_out_success/shop"]) for one in records if "train/loss" not in one]
     assert earlier == [(1, 0.25), (3, 0.25)]
-    assert not any("kl" in one for one in records)
+    assert not any("train/kl" in one for one in records)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("loss", "train/loss"),
+        ("staleness_max", "staleness/staleness_max"),
+        ("tokens_of_age_3", "staleness/tokens_of_age_3"),
+        ("loss_tokens", "tokens/loss_tokens"),
+        ("trained_tokens_per_s", "speed/trained_tokens_per_s"),
+        ("step_seconds", "speed/step_seconds"),
+        ("engine_idle", "speed/engine_idle"),
+        ("critic_loss", "critic/critic_loss"),
+        ("logprob_drift", "drift/logprob_drift"),
+        ("reward/shop", "reward/shop"),
+    ],
+)
+def test_metrics_have_a_group_in_front(name: str, shown: str) -> None:
+    assert grouped(name) == shown
 
 
 def history(path: Path) -> list[dict[str, float]]:
