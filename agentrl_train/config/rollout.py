@@ -151,9 +151,11 @@ class RolloutSection(Section):
     balance: Literal["tokens", "groups"] = "tokens"
     """Unit of task weights: trained tokens, as counted until each checkpoint, or groups."""
     max_staleness: CountOrOff = 1
-    """S: (S + 1) P groups may be in flight; 0 is synchronous."""
+    """S: (S + 1) P groups can be in flight; 0 is synchronous. If episodes differ much in length, raise
+    ``window`` as well."""
     window: Count = 1
-    """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order."""
+    """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order, in which each step
+    waits for its slowest group."""
     episode_timeout_s: Positive | None = None
     """Time limit of one episode, waiting for a free session not included. The turn in progress ends, then the
     episode is truncated: it keeps its turns and its reward and is trained on. Left out, a minute more than
