@@ -190,8 +190,8 @@ async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
 async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     """Call a tool; return the text of its result, and True if the server reports an error of the call.
 
-    If a tool raises, servers of the TypeScript SDK answer with an error of the protocol, and those of the Python
-    SDK with a result that is an error. Both are errors of the call.
+    If a tool raises, servers of the TypeScript SDK answer with an error of the protocol, and those of the
+    Python SDK with a result that is an error. Both are errors of the call.
     """
     from mcp import McpError, types
 
