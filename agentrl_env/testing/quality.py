@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict
 
 from agentrl_env.client.client import ClientSession
 from agentrl_env.client.formatting import format_message
-from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.errors import AgentRLError
 from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.testing.context import (
@@ -25,9 +24,18 @@ from agentrl_env.testing.context import (
     RolloutTurn,
     describe,
     expert_policy,
-    random_policy,
 )
 from agentrl_env.testing.report import readable
+from agentrl_env.testing.unskilled import (
+    UNSKILLED,
+    Habits,
+    copy_instruction,
+    do_nothing,
+    draw_calls,
+    first_options,
+    follow_listing,
+    repeat_call,
+)
 from agentrl_env.types import Message
 
 CONCURRENT = 16
@@ -138,7 +146,7 @@ class TaskQuality(_Frozen):
 
     def best_unskilled(self) -> PolicyScore | None:
         """Return the policy without skill that earned most in an episode."""
-        scores = [split.policies.get(name) for split in self.splits.values() for name in _UNSKILLED]
+        scores = [split.policies.get(name) for split in self.splits.values() for name in UNSKILLED]
         earned = [own for own in scores if own is not None and own.best is not None]
         return max(earned, key=lambda own: own.best or 0.0, default=None)
 
@@ -213,14 +221,14 @@ def findings(quality: TaskQuality) -> list[str]:
 
 def _of_split(split: SplitQuality) -> Iterator[str]:
     expert = split.policies.get("expert")
-    for policy, words in _UNSKILLED.items():
+    for policy, (words, remedy) in UNSKILLED.items():
         own = split.policies.get(policy)
         if own is None or own.success is None or own.best is None:
             continue
         if policy == "nothing" and own.best > 0:
             yield f"doing nothing earns a reward of {own.reward:.3g} on average, and up to {own.best:.3g}"
         elif own.success >= EASY:
-            yield f"{words} solve {own.success:.0%}, such as {own.best_episode}"
+            yield f"{words} solve {own.success:.0%}, such as {own.best_episode}. Remedy: {remedy}"
         if expert and expert.best is not None and own.best > expert.best:
             yield f"{words} earn {own.best:.3g} and the expert {expert.best:.3g}: {own.best_episode}"
     if expert and expert.success is not None and expert.success < 1.0:
@@ -234,13 +242,9 @@ def _of_split(split: SplitQuality) -> Iterator[str]:
         yield "no group of the model has rewards that differ, so that it learns nothing"
 
 
-_UNSKILLED = {"nothing": "empty turns", "random": "random calls", "repeat": "repetitions of one call"}
-"""The policies without skill, and what they do in words."""
-
-
 def time_limit(deadline: float, splits: Iterable[int]) -> float:
     """Return the seconds in which tasks of so many splits are measured, unless a call blocks the loop."""
-    policies = len(_UNSKILLED) + 2  # the expert and the model
+    policies = len(UNSKILLED) + 2  # the expert and the model
     return sum((CUT_OFF * policies * count + 1) * deadline + START_S for count in splits)
 
 
@@ -268,10 +272,15 @@ async def measure_quality(
             "nothing": lambda index: do_nothing,
             "random": draw_calls,
             "repeat": repeat_call,
+            "first": lambda index: first_options,
+            "listing": lambda index: follow_listing,
+            "copy": lambda index: copy_instruction,
         }
         if context.offers_expert:
             makers["expert"] = lambda index: expert_policy
         played = {name: await play_all(context, split, indices, make) for name, make in makers.items()}
+        if "expert" in played:
+            played["habit"] = await play_all(context, split, indices, _habits(played["expert"]).policy)
         typical = _typical(played)
         groups = None
         if model is not None:
@@ -296,36 +305,6 @@ async def measure_quality(
         difference=difference,
     )
     return quality.model_copy(update={"findings": tuple(findings(quality))})
-
-
-async def do_nothing(session: ClientSession, rollout: Rollout) -> Message:
-    """Send a turn without text and without a call."""
-    return Message.assistant("")
-
-
-def draw_calls(index: int) -> Policy:
-    """Return a policy that draws valid calls; a turn for which none is found has no call."""
-    draw = random_policy(index)
-
-    async def act(session: ClientSession, rollout: Rollout) -> Message | None:
-        for _ in range(10):  # another draw may choose another tool
-            try:
-                return await draw(session, rollout)
-            except CannotSample:
-                continue
-        return Message.assistant("")
-
-    return act
-
-
-def repeat_call(index: int) -> Policy:
-    """Return a policy that draws one valid call, and makes it in every turn."""
-    draw = draw_calls(index)
-
-    async def act(session: ClientSession, rollout: Rollout) -> Message | None:
-        return rollout.actions[0] if rollout.turns else await draw(session, rollout)
-
-    return act
 
 
 class ChatPolicy:
@@ -421,6 +400,12 @@ async def _replays(context: CheckContext, split: str) -> tuple[int, int, str | N
     await context.close_all()
     found = [difference for difference in differences if difference]
     return len(differences), len(differences) - len(found), found[0] if found else None
+
+
+def _habits(episodes: Sequence[tuple[int, Episode]]) -> Habits:
+    """Return the habits of an expert in the episodes that it solved."""
+    solved = {index: episode.rollout for index, episode in episodes if episode.rollout and not episode.error}
+    return Habits({index: rollout for index, rollout in solved.items() if rollout.success})
 
 
 def _typical(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> list[Rollout]:

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_env.testing.quality import Load, SplitQuality, TaskQuality, mean
+from agentrl_env.testing.unskilled import UNSKILLED
 
-_POLICIES = ("nothing", "random", "repeat", "expert")
+_POLICIES = (*UNSKILLED, "expert")
 
 
 def quality_table(tasks: Sequence[TaskQuality]) -> Table:
@@ -67,7 +68,7 @@ def _task_cells(task: TaskQuality) -> dict[str, str]:
 def _split_cells(split: SplitQuality) -> dict[str, str]:
     own = split.policies
     typical = own.get("expert", own["random"])
-    best = [own[name].best for name in ("nothing", "random", "repeat") if name in own]
+    best = [own[name].best for name in UNSKILLED if name in own]
     cells = {
         name: _pair(own[name].success, own[name].reward, *_counts(name, [split])) if name in own else ""
         for name in _POLICIES

@@ -29,6 +29,7 @@ from agentrl_env.testing.context import Rollout, RolloutTurn
 from agentrl_env.testing.load import hold_sessions, measure_load, tree_memory
 from agentrl_env.testing.quality import Episode, score, score_groups
 from agentrl_env.testing.quality_table import quality_table
+from agentrl_env.testing.unskilled import UNSKILLED, options_in
 from agentrl_env.types import SessionStatus, TaskSample
 from tests.env.testing.test_checker import Guess
 from tests.env.thread_server import server_on_thread
@@ -74,9 +75,9 @@ def test_task_that_takes_skill_has_no_findings():
     assert found.findings == ()
     assert set(found.splits) == {"train", "test"}
     own = policies(found)
-    assert set(own) == {"nothing", "random", "repeat", "expert"}
+    assert set(own) == {*UNSKILLED, "expert"}
     assert (own["expert"].success, own["expert"].reward, own["expert"].turns) == (1.0, 1.0, 1.0)
-    assert own["random"].success == own["repeat"].success == own["nothing"].success == 0.0
+    assert {own[name].success for name in UNSKILLED} == {0.0}
     assert own["random"].terminated == 1.0  # random calls find the action that ends an episode
     assert (own["nothing"].terminated, own["nothing"].turns) == (0.0, 3.0)
     assert (found.replayed, found.repeated) == (5, 5)
@@ -123,6 +124,106 @@ def test_reward_of_a_repeated_call_above_that_of_the_expert_is_found():
     (sentence,) = [text for text in found.findings if "repetitions of one call earn" in text]
     assert "earn 3 and the expert 1: " in sentence
     assert "... praise(), praise(), praise()" in sentence
+
+
+class Shelves(Environment):
+    """Name the thing that is on sale; the sample says at which place of the list it stands."""
+
+    max_turns = 4
+    blocking = False
+    places = (0,)
+    texts = "Which of these is on sale? {}"
+    things = ("lamp", "rug", "vase", "clock", "stool", "shelf", "bench", "mirror")
+
+    @classmethod
+    def samples(cls, split):
+        return [{"n": n, "place": cls.places[n % len(cls.places)]} for n in range(400)]
+
+    def reset(self, sample, rng):
+        listed = [str(thing) for thing in rng.permutation(self.things)]
+        self.right = listed[sample.data["place"]]
+        return self.texts.format("".join(f"\n- {thing}" for thing in listed))
+
+    @tool
+    def name_it(self, thing: str):
+        """Name it."""
+        return Done("Over.", reward=float(thing == self.right))
+
+    def expert(self, rng):
+        return ToolCall.of("name_it", thing=self.right)
+
+
+class Corridor(Shelves):
+    """Name the things, which stay listed, until the right one is named."""
+
+    @tool
+    def name_it(self, thing: str):
+        """Name it."""
+        return Done("Right.", reward=1.0) if thing == self.right else self.question
+
+    def reset(self, sample, rng):
+        self.question = super().reset(sample, rng)
+        return self.question
+
+
+class Oracle(Shelves):
+    """Answer yes or no; the answer is mostly the same."""
+
+    texts = "Is the third of these on sale?{}"
+
+    def reset(self, sample, rng):
+        question = super().reset(sample, rng)
+        self.right = "no" if sample.data["n"] % 8 == 0 else "yes"
+        return question
+
+
+class Echo(Shelves):
+    """Search for what the instruction asks for."""
+
+    def reset(self, sample, rng):
+        super().reset(sample, rng)
+        self.right = f"the {self.right} number {sample.data['n']}"
+        return f"A shop sells things.\nInstruction: {self.right}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "solving"),
+    [
+        (Shelves, {"first", "listing", "habit"}),
+        (type("Third", (Shelves,), {"places": (2,)}), {"habit"}),
+        (type("Second", (Corridor,), {"places": (1, 2)}), {"listing"}),
+        (type("Last", (Corridor,), {"places": (5, 6, 7, 4)}), set()),
+        (Oracle, {"habit"}),
+        (Echo, {"copy", "habit"}),
+        (type("Mixed", (Shelves,), {"places": tuple(range(8))}), set()),
+    ],
+)
+def test_policies_without_skill_solve_what_does_not_have_to_be_read(environment, solving):
+    found = quality_of(environment, samples=24)
+    own = policies(found)
+    solved = {name for name in UNSKILLED if own[name].success >= 0.75}
+    assert solved == solving
+    assert own["expert"].success == 1.0
+    for name in solving:
+        words, remedy = UNSKILLED[name]
+        assert any(f"train: {words} solve" in text and remedy in text for text in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("[Back to Search] [Next >]\n[B00X1] Lamp, $3", ["Back to Search", "Next >", "B00X1"]),
+        ("Relations: [film.film.genre, film.film.director]", ["film.film.genre", "film.film.director"]),
+        ("You see:\n- grey key: 5 ahead, 1 left\n- red ball: 2 ahead", ["grey key", "red ball"]),
+        ('[3] button "Ok"', ["3", "Ok"]),
+        ("name | price\nbread | 12", ["name", "price", "bread", "12"]),
+        ("You are in the hall. Exits: north, south and west.", ["north", "south and west"]),
+        ("one.txt\ntwo.txt", ["one.txt", "two.txt"]),
+        ("You walk to the kitchen.", []),
+    ],
+)
+def test_options_of_a_text_are_read_in_their_order(text, options):
+    assert options_in(text) == options
 
 
 def test_episode_that_differs_when_played_again_is_found():
@@ -427,7 +528,7 @@ def test_table_has_a_row_for_each_task_and_split(capsys):
     Console(width=200).print(quality_table([guess, sums]))
     lines = capsys.readouterr().out.splitlines()
     header = next(line for line in lines if line.startswith(" task"))
-    assert header.split()[:6] == ["task", "nothing", "random", "repeat", "expert", "best"]
+    assert header.split()[:10] == ["task", *UNSKILLED, "expert", "best"]
     assert "pass@1" in header
     assert "signal" in header
     assert [line.split()[0] for line in lines[4:] if line.strip()] == ["guess", "train", "test", "sums"]
@@ -514,7 +615,7 @@ def test_command_measures_a_server(cli):
         code, out, _ = cli(url, "--quality", "--samples", 2, "--json")
     assert code == 0
     (task,) = json.loads(out)["quality"]
-    assert set(task["splits"]["train"]["policies"]) == {"nothing", "random", "repeat", "expert"}
+    assert set(task["splits"]["train"]["policies"]) == {*UNSKILLED, "expert"}
     assert task["load"] is None
 
 
