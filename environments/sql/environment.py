@@ -1,7 +1,7 @@
 """SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
 
 Level 1 asks for one number by name without naming the department's database, which is usually the one that
-suits the thing. Level 2 asks for counts, sums and extremes under a condition. Level 3 joins orders with
+suits the thing. Level 2 asks for counts, sums and extremes under conditions. Level 3 joins orders with
 goods.
 """
 
@@ -14,15 +14,8 @@ from itertools import product
 
 from agentrl_env import Done, Environment, Message, ToolCall, ToolError, tool
 
-GOODS = {
-    "food": ("bread", "honey", "rice", "tea", "cheese", "salt"),
-    "tools": ("hammer", "saw", "drill", "wrench", "ladder", "rake"),
-    "toys": ("puzzle", "kite", "doll", "robot", "marble", "yoyo"),
-    "clothes": ("coat", "belt", "glove", "cap", "boot", "vest"),
-    "garden": ("fern", "pot", "hose", "bench", "seed", "hedge"),
-    "music": ("drum", "flute", "violin", "harp", "horn", "banjo"),
-}
-"""Departments, each with its own database, and the goods that suit them."""
+from .questions import COLUMNS, CUSTOMERS, GOODS, fill, questions
+
 ASKED = ("bread", "tea", "hammer", "kite", "coat", "glove", "fern", "drum")
 """The goods in the questions of level 1, which have a colour too."""
 COLOURS = (
@@ -30,8 +23,6 @@ COLOURS = (
     "yellow", "silver", "golden", "copper", "ivory", "amber", "beige", "olive", "navy", "teal",
     "mint", "plum", "ruby", "lilac", "cream", "khaki", "lemon", "peach",
 )  # fmt: skip
-COLUMNS = ("price", "stock", "weight", "length")
-CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 ORDER = 0.9
 """Probability that the requested thing of level 1 is in the database that suits it."""
 HABIT, HUNCH = 0.3, 0.2
@@ -40,37 +31,6 @@ NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
 CREATE TABLE orders (customer TEXT, thing TEXT, amount INTEGER);"""
-LEVEL_2 = {
-    "count": (
-        "How many of the {department} goods have a {column} above {bound}?",
-        "SELECT COUNT(*) FROM goods WHERE {column} > {bound}",
-    ),
-    "sum": (
-        "What is the sum of {column} over the {department} goods with a price below {bound}?",
-        "SELECT COALESCE(SUM({column}), 0) FROM goods WHERE price < {bound}",
-    ),
-    "highest": (
-        "Which of the {department} goods has the highest {column}?",
-        "SELECT name FROM goods ORDER BY {column} DESC LIMIT 1",
-    ),
-}
-LEVEL_3 = {
-    "spent": (
-        "How much did {customer} spend in all on {department} goods?",
-        "SELECT COALESCE(SUM(price * amount), 0) FROM orders JOIN goods ON name = thing "
-        "WHERE customer = '{customer}'",
-    ),
-    "cheapest": (
-        "How many pieces of the cheapest of the {department} goods were ordered by others than {customer}?",
-        "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE customer <> '{customer}' AND thing = "
-        "(SELECT name FROM goods ORDER BY price LIMIT 1)",
-    ),
-    "heaviest": (
-        "What is the name of the heaviest of the {department} goods that {customer} ordered?",
-        "SELECT name FROM orders JOIN goods ON name = thing WHERE customer = '{customer}' "
-        "ORDER BY weight DESC LIMIT 1",
-    ),
-}
 
 MAX_ROWS = 20
 MAX_INSTRUCTIONS = 200_000
@@ -90,18 +50,19 @@ ACTIONS = frozenset(
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; both splits use the same words."""
-    fields = {
-        1: {"colour": COLOURS, "thing": ASKED, "column": COLUMNS},
-        2: {"ask": tuple(LEVEL_2), "department": tuple(GOODS), "column": COLUMNS},
-        3: {"ask": tuple(LEVEL_3), "department": tuple(GOODS), "customer": CUSTOMERS},
-    }[level]
-    problems = [
-        {"level": level, **{name: word for name, (_, word) in zip(fields, choice, strict=True)}}
+    """List the problems of one split; both splits use the same words."""
+    problems = questions(level, split) if level > 1 else _searches(split)
+    return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
+
+
+def _searches(split: str) -> list[dict[str, object]]:
+    """List the problems of level 1."""
+    fields = {"colour": COLOURS, "thing": ASKED, "column": COLUMNS}
+    return [
+        {"level": 1, **{name: word for name, (_, word) in zip(fields, choice, strict=True)}}
         for choice in product(*(enumerate(words) for words in fields.values()))
         if (sum(i for i, _ in choice) % 4 == 0) == (split == "test")
     ]
-    return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
 
 
 class Sql(Environment):
@@ -131,12 +92,9 @@ class Sql(Environment):
             self.wish = f"{column} of {thing}"
             self.query_text = f"SELECT {column} FROM goods WHERE name = '{thing}'"
         else:
-            question, query = (LEVEL_2 if data["level"] == 2 else LEVEL_3)[data["ask"]]
-            words = {**data, "bound": int(rng.integers(14, 26))}
             self.department = data["department"]
-            question = question.format(**words)
-            self.wish = question.rstrip("?")
-            self.query_text = query.format(**words)
+            question, self.query_text = fill(data)
+            self.wish = question.rstrip("?.")
         self.rows = {department: _rows(things, rng) for department, things in goods.items()}
         self._open(self.department)
         self.right = str(self._run(self.query_text)[1][0][0])

@@ -1,6 +1,7 @@
 """The three starter tasks, at every level."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,20 @@ def test_first_200_held_out_samples_of_level_1_are_distinct_problems(task):
     assert len(set(held_out[:200])) == 200
 
 
+@pytest.mark.parametrize("level", ["-2", "-3"])
+def test_sql_asks_a_thousand_different_questions_of_many_forms_at_higher_levels(level):
+    task = TASKS["sql"]
+    for split in ("train", "test"):
+        samples = task.samples(split + level)
+        assert len({json.dumps(problem) for problem in samples}) >= 1000
+        assert len({problem["ask"] for problem in samples}) >= 7
+    with (
+        task.session(split="test" + level, index=0) as first,
+        task.session(split="test" + level, index=7) as other,
+    ):
+        assert first.messages != other.messages
+
+
 @every_task
 @every_level
 def test_splits_share_words_but_no_problem(task, level):
@@ -97,12 +112,11 @@ def test_no_word_is_mostly_held_out(task, level):
     train, test = (
         {json.dumps(problem) for problem in TASKS[task].samples(split + level)} for split in ("train", "test")
     )
-    for field in json.loads(next(iter(train))):
-        for word in {json.loads(problem)[field] for problem in train}:
-            held_out, kept = (
-                sum(json.loads(problem)[field] == word for problem in problems) for problems in (test, train)
-            )
-            assert held_out <= kept
+    held_out, kept = (
+        Counter(pair for problem in problems for pair in json.loads(problem).items())
+        for problems in (test, train)
+    )
+    assert all(held_out[pair] <= count for pair, count in kept.items())
 
 
 @every_task

@@ -1,0 +1,191 @@
+"""The questions of levels 2 and 3, each with the query that answers it."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import combinations, permutations, product, zip_longest
+
+GOODS = {
+    "food": ("bread", "honey", "rice", "tea", "cheese", "salt"),
+    "tools": ("hammer", "saw", "drill", "wrench", "ladder", "rake"),
+    "toys": ("puzzle", "kite", "doll", "robot", "marble", "yoyo"),
+    "clothes": ("coat", "belt", "glove", "cap", "boot", "vest"),
+    "garden": ("fern", "pot", "hose", "bench", "seed", "hedge"),
+    "music": ("drum", "flute", "violin", "harp", "horn", "banjo"),
+}
+"""Departments, each with its own database, and the goods that suit them."""
+COLUMNS = ("price", "stock", "weight", "length")
+CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
+BOUNDS = range(14, 26)
+"""Numbers in conditions; columns have values from 10 to 29."""
+EXTREMES = {
+    "cheapest": "price",
+    "most expensive": "price DESC",
+    "lightest": "weight",
+    "heaviest": "weight DESC",
+    "shortest": "length",
+    "longest": "length DESC",
+}
+"""Adjective -> the order of goods in which the one that it names is first."""
+MOST = 1_500
+"""Questions of one form, at most."""
+TEST_SHARE = 4
+"""One of so many questions of each form is for the tests."""
+
+Words = dict[str, object]
+"""What fills the blanks of a form; the order follows from the adjective."""
+
+
+def _each(**fields) -> list[Words]:
+    """List the combinations of values."""
+    return [dict(zip(fields, values, strict=True)) for values in product(*fields.values())]
+
+
+def _columns(**fields) -> list[Words]:
+    """List the combinations of values with two different columns."""
+    pairs = [{"column": one, "other": two} for one, two in permutations(COLUMNS, 2)]
+    return [pair | words for pair, words in product(pairs, _each(**fields))]
+
+
+def _things(number: int, **fields) -> list[Words]:
+    """List the combinations of values with so many different goods of the department."""
+    chosen = [
+        {"department": department, **dict(zip(("thing", "second"), things, strict=False))}
+        for department, goods in GOODS.items()
+        for things in combinations(goods, number)
+    ]
+    return [things | words for things, words in product(chosen, _each(**fields))]
+
+
+FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
+    2: {
+        "above": (
+            "How many goods in the {department} department have a {column} above {bound}?",
+            "SELECT COUNT(*) FROM goods WHERE {column} > {bound}",
+            _each(department=GOODS, column=COLUMNS, bound=BOUNDS),
+        ),
+        "below": (
+            "How many goods in the {department} department have a {column} below {bound}?",
+            "SELECT COUNT(*) FROM goods WHERE {column} < {bound}",
+            _each(department=GOODS, column=COLUMNS, bound=BOUNDS),
+        ),
+        "both": (
+            "How many goods in the {department} department have a {column} above {low} "
+            "and a {other} below {high}?",
+            "SELECT COUNT(*) FROM goods WHERE {column} > {low} AND {other} < {high}",
+            _columns(department=GOODS, low=range(11, 19), high=range(21, 29)),
+        ),
+        "sum": (
+            "What is the total {column} of the goods in the {department} department "
+            "with a {other} below {bound}?",
+            "SELECT COALESCE(SUM({column}), 0) FROM goods WHERE {other} < {bound}",
+            _columns(department=GOODS, bound=BOUNDS),
+        ),
+        "highest": (
+            "Which item in the {department} department has the highest {column}, not counting the {thing}?",
+            "SELECT name FROM goods WHERE name <> '{thing}' ORDER BY {column} DESC LIMIT 1",
+            _things(1, column=COLUMNS),
+        ),
+        "lowest": (
+            "Which item in the {department} department has the lowest {column}, not counting the {thing}?",
+            "SELECT name FROM goods WHERE name <> '{thing}' ORDER BY {column} LIMIT 1",
+            _things(1, column=COLUMNS),
+        ),
+        "property": (
+            "What is the {column} of the {extreme} item in the {department} department, "
+            "not counting the {thing}?",
+            "SELECT {column} FROM goods WHERE name <> '{thing}' ORDER BY {order} LIMIT 1",
+            [
+                words
+                for words in _things(1, extreme=EXTREMES, column=COLUMNS)
+                if not EXTREMES[str(words["extreme"])].startswith(str(words["column"]))
+            ],
+        ),
+        "together": (
+            "What is the {column} of the {thing} and the {second} in the {department} department together?",
+            "SELECT SUM({column}) FROM goods WHERE name IN ('{thing}', '{second}')",
+            _things(2, column=COLUMNS),
+        ),
+        "pieces": (
+            "How many pieces of the {thing} and the {second} in the {department} "
+            "department were ordered in all?",
+            "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE thing IN ('{thing}', '{second}')",
+            _things(2),
+        ),
+    },
+    3: {
+        "spent": (
+            "How much did {customer} spend in the {department} department on goods with "
+            "a {column} above {bound}?",
+            "SELECT COALESCE(SUM(price * amount), 0) FROM orders JOIN goods ON name = thing "
+            "WHERE customer = '{customer}' AND {column} > {bound}",
+            _each(customer=CUSTOMERS, department=GOODS, column=COLUMNS, bound=BOUNDS),
+        ),
+        "ordered": (
+            "How many pieces of goods with a {column} below {bound} did {customer} order in the {department} "
+            "department?",
+            "SELECT COALESCE(SUM(amount), 0) FROM orders JOIN goods ON name = thing "
+            "WHERE customer = '{customer}' AND {column} < {bound}",
+            _each(customer=CUSTOMERS, department=GOODS, column=COLUMNS, bound=BOUNDS),
+        ),
+        "others": (
+            "How many pieces of the {extreme} item in the {department} department did customers other than "
+            "{customer} order?",
+            "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE customer <> '{customer}' AND thing = "
+            "(SELECT name FROM goods ORDER BY {order} LIMIT 1)",
+            _each(extreme=EXTREMES, department=GOODS, customer=CUSTOMERS),
+        ),
+        "favourite": (
+            "What is the {extreme} item in the {department} department that {customer} ordered?",
+            "SELECT name FROM orders JOIN goods ON name = thing WHERE customer = '{customer}' "
+            "ORDER BY {order} LIMIT 1",
+            _each(extreme=EXTREMES, department=GOODS, customer=CUSTOMERS),
+        ),
+        "not_ordered": (
+            "What is the total {column} of the goods in the {department} department "
+            "that {customer} did not order?",
+            "SELECT SUM({column}) FROM goods WHERE name NOT IN "
+            "(SELECT thing FROM orders WHERE customer = '{customer}')",
+            _each(column=COLUMNS, department=GOODS, customer=CUSTOMERS),
+        ),
+        "spent_most": (
+            "Which customer other than {customer} spent the most in the {department} department on goods "
+            "other than the {thing}? If several did, give the name that comes first in the alphabet.",
+            "SELECT customer FROM orders JOIN goods ON name = thing WHERE customer <> '{customer}' "
+            "AND thing <> '{thing}' GROUP BY customer ORDER BY SUM(price * amount) DESC, customer LIMIT 1",
+            _things(1, customer=CUSTOMERS),
+        ),
+        "turnover": (
+            "How much did customers other than {customer} spend in the {department} department on the "
+            "{thing} and the {second}?",
+            "SELECT COALESCE(SUM(price * amount), 0) FROM orders JOIN goods ON name = thing "
+            "WHERE customer <> '{customer}' AND thing IN ('{thing}', '{second}')",
+            _things(2, customer=CUSTOMERS),
+        ),
+    },
+}
+"""Level -> form -> the question, the query, and the words that both are filled with."""
+
+
+@cache
+def questions(level: int, split: str) -> list[Words]:
+    """List the different questions of a split, one of each form in turn as long as it has any."""
+    forms: list[list[Words]] = []
+    for form, (_, _, fields) in FORMS[level].items():
+        words = random.Random(f"forms of {level} {form}").sample(fields, len(fields))
+        forms.append(
+            [
+                {"level": level, "ask": form, **blanks}
+                for number, blanks in enumerate(words[:MOST])
+                if (number % TEST_SHARE == 0) == (split == "test")
+            ]
+        )
+    return [question for turn in zip_longest(*forms) for question in turn if question is not None]
+
+
+def fill(data: Words) -> tuple[str, str]:
+    """Return a question of level 2 or 3, and the query that answers it."""
+    question, query, _ = FORMS[int(str(data["level"]))][str(data["ask"])]
+    words = {**data, "order": EXTREMES.get(str(data.get("extreme")))}
+    return question.format(**words), query.format(**words)
