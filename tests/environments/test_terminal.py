@@ -32,7 +32,7 @@ async def call(session, name, **arguments):
 @every_level
 async def test_expert_always_succeeds(client, level):
     for split in ("train", "test"):
-        for index in range(4):
+        for index in range(8):  # one request of each form
             session, reward = await client.open("terminal", split=split + level, index=index), 0.0
             while not session.status.final:
                 reward += (await session.step(await session.expert())).reward
@@ -59,7 +59,7 @@ async def test_state_check_is_independent_of_replaced_programs(client):
 async def test_additional_changes_are_wrong(client):
     session = await client.open("terminal", split="train-3", index=0)
     await session.step(await session.expert())
-    await call(session, "shell", command="rm -rf */one.txt")
+    await call(session, "shell", command="rm -rf */one.txt */two.txt")
     assert (await call(session, "answer", text="done")).reward == 0.0
 
 
@@ -71,6 +71,14 @@ async def test_fork_has_its_own_files(client):
     while not session.status.final:
         result = await session.step(await session.expert())
     assert result.reward == 1.0
+
+
+@every_level
+def test_a_thousand_requests_of_a_split_differ(level):
+    for split in ("train", "test"):
+        samples = Terminal.samples(split + level)
+        assert len({json.dumps(problem) for problem in samples}) >= 1000
+        assert len({problem["ask"] for problem in samples[:8]}) >= 6
 
 
 @every_level
