@@ -100,7 +100,7 @@ class Habits:
     """The moves that an expert makes most often, for a policy that does not read.
 
     A move is a tool with a source of each argument: a value, a place in the listing of the last answer or of
-    the opening, an option that the instruction names, or the instruction itself.
+    the opening, an option that the instruction names, the instruction itself, or all of its words.
 
     Args:
         rollouts: Index of a sample -> the expert's episode.
@@ -271,13 +271,14 @@ def _source(value: Any, rollout: Rollout) -> tuple[Any, ...]:
     text, asked = str(value), instruction(rollout.opening)
     listed = options_in(_last(rollout))
     if text in listed:
-        return ("named",) if _names(asked, text) else ("listed", listed.index(text), isinstance(value, int))
+        named = _names(asked, text)
+        return ("named" if named else "listed", listed.index(text) * (not named), isinstance(value, int))
     opening = options_in(_text(rollout.opening))
     if text in opening:
         return "opening", opening.index(text), isinstance(value, int)
     words = _words(text)
     if len(words) > 1 and set(words) <= set(_words(asked)):
-        return ("copy",)
+        return "copy", text == asked
     return _constant(value, rollout)
 
 
@@ -298,11 +299,11 @@ def _value(source: tuple[Any, ...], rollout: Rollout) -> Any:
         return json.loads(place[0])
     asked = instruction(rollout.opening)
     if kind == "copy":
-        return asked
+        return asked if place[0] else " ".join(_words(asked))
     options = options_in(_text(rollout.opening) if kind == "opening" else _last(rollout))
     if kind == "named":
         tried = {text for action in rollout.actions for text in _texts(action)}
-        return next((option for option in options if _names(asked, option) and option not in tried), None)
+        options = [option for option in options if _names(asked, option) and option not in tried]
     number, is_integer = place
     option = options[number] if number < len(options) else None
     if option is None or not is_integer:
