@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 
@@ -113,6 +115,8 @@ KINDS: dict[str, tuple[str, tuple[tuple[str, int, int, str], ...]]] = {
 }
 """Department -> the category of its attributes, and its kinds: name, lowest and highest price, options."""
 
+_PRICES = {kind: (low, high) for _, kinds in KINDS.values() for kind, low, high, _ in kinds}
+
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "beauty": _phrases(
         """
@@ -194,7 +198,9 @@ PRAISE = (
 )
 REQUESTS = ("i need {}", "i am looking for {}", "find me {}", "i want to buy {}", "please get me {}")
 PRICE_STEPS = tuple(range(10, 1000, 10))
-"""Prices, in dollars, that customers name as their limit."""
+"""Prices, in dollars, that customers of official goals name as their limit."""
+CHEAP = (0.06, 0.08, 0.1)
+"""Shares of a kind's articles that a customer's limit leaves: most results of a search cost too much."""
 WISHES = {1: (1, 1), 2: (2, 2), 3: (3, 3)}
 """Level -> attributes and options that a customer asks for, at most."""
 
@@ -251,15 +257,20 @@ def generate_product(number: int, seed: int = 0) -> Product:
     )
 
 
-def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any]:
+def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any] | None:
     """Return what a customer of this level asks for: a sample's data, met by product ``number``.
 
-    Level 1 names the kind, one attribute that is in the title, and one option. Level 2 adds a second
-    attribute, a second option and a limit of the price. Level 3 asks for three attributes, of which at
-    least one is on the page of features only, and for every option.
+    The limit of the price is so low that few articles of the kind meet it. Level 1 also names one attribute
+    that is in the title, and one option. Level 2 adds a second attribute and a second option. Level 3 asks
+    for three attributes, of which at least one is on the page of features only, and for every option.
+
+    None if the product itself costs more than such a limit.
     """
     product = generate_product(number, seed)
     rng = random.Random(f"goal {seed} {level} {number}")
+    limit = _limit(product.query, rng.choice(CHEAP))
+    if product.price > limit:
+        return None
     in_title = product.title.split(", ")[1:]
     hidden = [attribute for attribute in product.attributes if attribute not in in_title]
     pool = {1: in_title, 2: rng.sample(product.attributes, 2), 3: hidden + in_title}[level]
@@ -267,13 +278,8 @@ def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any]:
     attributes = sorted(pool[:num_attributes])
     names = sorted(rng.sample(sorted(product.options), min(num_options, len(product.options))))
     options = {name: rng.choice(product.options[name]) for name in names}
-    limit = None
-    if level > 1:
-        steps = [step for step in PRICE_STEPS if step > product.price][:4]
-        limit = float(rng.choice(steps)) if steps else None
     wishes = [product.query, *attributes, *(f"{name}: {value}" for name, value in options.items())]
-    if limit is not None:
-        wishes.append(f"price lower than {limit:.2f} dollars")
+    wishes.append(f"price lower than {limit:.2f} dollars")
     return {
         "level": level,
         "asin": product.asin,
@@ -289,19 +295,34 @@ def generate_goals(level: int, count: int, seed: int = 0) -> dict[str, list[dict
     """Return the goals of a level by split; what is asked for decides the split, and is asked for once."""
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
     seen = set()
-    for number in range(count):
+    for number in _cheap_products(count, seed):
         goal = generate_goal(number, level, seed)
+        if goal is None:
+            continue
         wish = json.dumps([goal[key] for key in ("kind", "attributes", "options", "price_upper")])
         if wish not in seen:
             seen.add(wish)
-            drawn = zlib.crc32(wish.encode()) % 10
-            splits["test" if drawn == 0 else "validation" if drawn == 1 else "train"].append(goal)
+            drawn = zlib.crc32(wish.encode()) % 20
+            splits["test" if drawn < 3 else "validation" if drawn < 6 else "train"].append(goal)
     return splits
 
 
 def generate_products(count: int, seed: int = 0) -> Iterator[Product]:
     """Yield the products of a catalogue."""
     return (generate_product(number, seed) for number in range(count))
+
+
+@cache
+def _cheap_products(count: int, seed: int) -> list[int]:
+    """Return the numbers of the products that any limit of the price leaves."""
+    products = enumerate(generate_products(count, seed))
+    return [number for number, product in products if product.price <= _limit(product.query, max(CHEAP))]
+
+
+def _limit(kind: str, share: float) -> float:
+    """Return the price, in half dollars, below which about this share of the articles of a kind cost."""
+    low, high = _PRICES[kind]
+    return math.ceil(2 * low * (high / low) ** share) / 2
 
 
 def _claim(rng: random.Random, kind: str) -> str:

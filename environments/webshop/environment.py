@@ -20,8 +20,6 @@ from .store import Store, content_words
 from .visit import BACK, BUY, NEXT, PAGE_SIZE, PREVIOUS, Visit, as_text, click, page_of, search
 
 NUM_PRODUCTS = int(os.environ.get("WEBSHOP_PRODUCTS", 100_000))
-NUM_GOALS = min(30_000, NUM_PRODUCTS)
-"""Products that goals of a level are generated for."""
 OFFICIAL = os.environ.get("WEBSHOP_DATA")
 """Folder of WebShop's official files; without it the catalogue is generated."""
 LEVELS = 1 if OFFICIAL else 3
@@ -43,7 +41,7 @@ def shop() -> Store:
 @lru_cache
 def goals_of(level: int) -> dict[str, list[dict[str, object]]]:
     """Return the generated goals of a level by split."""
-    return generate_goals(level, NUM_GOALS)
+    return generate_goals(level, NUM_PRODUCTS)
 
 
 class Webshop(Environment):
@@ -93,7 +91,7 @@ class Webshop(Environment):
         Args:
             keywords: Words that describe the article, such as "wireless headphones black".
         """
-        search(self.visit, keywords, shop())
+        search(self.visit, keywords, shop(), ranked=bool(OFFICIAL))
         return self._page()
 
     @tool
@@ -109,12 +107,13 @@ class Webshop(Environment):
             return self._page()
         bought, target = store.get(self.visit.asin), store.get(self.goal["asin"])
         self.reward = grade(bought, self.visit.chosen, self.goal, target)
-        return Done("Thank you for shopping with us.", reward=self.reward.total)
+        paid = self.reward.score if OFFICIAL else self.reward.product
+        return Done("Thank you for shopping with us.", reward=paid)
 
     def score(self):
         if self.reward is None:
             return {"success": 0.0}
-        return {"success": float(self.reward.total == 1.0), **self.reward.metrics()}
+        return {"success": float(self.reward.score == 1.0), **self.reward.metrics()}
 
     def expert(self, rng):
         """Return the next click on the way to a product that meets every wish.
@@ -171,7 +170,7 @@ class Webshop(Environment):
             )
             choice.update([found] if (found := next(fitting, None)) else [])
         target = shop().get(self.goal["asin"])
-        return choice if grade(product, choice, self.goal, target).total == 1.0 else None
+        return choice if grade(product, choice, self.goal, target).score == 1.0 else None
 
 
 def _click(value):

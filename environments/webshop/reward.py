@@ -1,4 +1,4 @@
-"""The reward of a purchase: WebShop's formula (Yao et al. 2022, section 2.3)."""
+"""The reward of a purchase: WebShop's score (Yao et al. 2022, section 2.3), or the product of its factors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ SAME_KIND = 0.2
 
 @dataclass(frozen=True)
 class Reward:
-    """Factors of the reward, each between 0 and 1."""
+    """Factors of the reward, each between 0 and 1, and WebShop's score."""
 
     kind: float
     attributes: float
     options: float
     price: float
-    total: float
+    score: float
+
+    @property
+    def product(self) -> float:
+        """The product of the factors: nothing is paid for an article above the limit of the price."""
+        return self.kind * self.attributes * self.options * self.price
 
     def metrics(self) -> dict[str, float]:
-        """Return the factors by name."""
-        return {name: getattr(self, name) for name in ("kind", "attributes", "options", "price")}
+        """Return the factors and the score by name."""
+        return {name: getattr(self, name) for name in ("kind", "attributes", "options", "price", "score")}
 
 
 def grade(bought: Product, chosen: Mapping[str, str], goal: Mapping[str, Any], target: Product) -> Reward:
     """Return the reward of buying a product with these options.
 
-    total = kind * (attributes met + options met + price met) / (attributes + options + 1), where ``kind`` is
+    score = kind * (attributes met + options met + price met) / (attributes + options + 1), where ``kind`` is
     1, 0.5, 0.1 or 0 by the similarity of the article to the target.
 
     Args:
@@ -53,7 +58,7 @@ def grade(bought: Product, chosen: Mapping[str, str], goal: Mapping[str, Any], t
         attributes=_share(attributes, len(goal["attributes"])),
         options=_share(options, len(wanted)),
         price=price,
-        total=kind * (attributes + options + price) / parts,
+        score=kind * (attributes + options + price) / parts,
     )
 
 

@@ -81,12 +81,22 @@ def page_of(visit: Visit, store: Store) -> Page:
     )
 
 
-def search(visit: Visit, keywords: str, store: Store) -> None:
-    """Search the shop. Raises ToolError where the page has no search bar."""
+def search(visit: Visit, keywords: str, store: Store, *, ranked: bool) -> None:
+    """Search the shop. Raises ToolError where the page has no search bar.
+
+    Args:
+        visit: The visit, which goes to the page of results.
+        keywords: The words to search for.
+        store: The products.
+        ranked: True lists the best match first; False lists the products of a page by their identifiers.
+    """
     if not page_of(visit, store).has_search:
         raise ToolError(f"This page has no search bar; click {BACK!r} first.")
     visit.keywords, visit.number = " ".join(keywords.split())[:MAX_KEYWORDS], 0
     visit.found = list(store.search(visit.keywords))
+    if not ranked:
+        pages = [visit.found[start:][:PAGE_SIZE] for start in range(0, len(visit.found), PAGE_SIZE)]
+        visit.found = [asin for page in pages for asin in sorted(page)]
 
 
 def click(visit: Visit, value: str, store: Store) -> None:
