@@ -110,10 +110,15 @@ class Habits:
         made = Counter(text for rollout in rollouts.values() for text in {*map(_made, rollout.actions)})
         usual = {text for text, count in made.items() if count > 1 and 2 * count >= len(rollouts)}
         self._moves = {index: list(_moves(rollout, usual)) for index, rollout in rollouts.items()}
+        self._halves = {index: place % 2 for place, index in enumerate(sorted(rollouts))}
 
     def policy(self, index: int) -> Policy:
-        """Return a policy for a sample, with the habits of the other samples."""
-        others = [moves for i, moves in self._moves.items() if i != index]
+        """Return a policy for a sample, with the habits of the half of the samples that it is not in.
+
+        Without its own sample alone, the most frequent move would rarely be the right one of equals.
+        """
+        own = self._halves.get(index, 0)
+        others = [moves for i, moves in self._moves.items() if self._halves[i] != own]
         after, last = Counter[tuple[Any, ...]](), Counter(moves[-1] for moves in others if moves)
         for moves in others:
             after.update(pairwise((None, *moves)))
