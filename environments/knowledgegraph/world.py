@@ -23,6 +23,8 @@ SHARES = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 MAX_ANSWERS = 50
 MAX_BETWEEN = 1_000
 """Entities in an intermediate set of a question."""
+LEAST_LISTED = 5
+"""Relations that the first entity of a question of level 1 has at least; the first of them is never right."""
 
 TYPES = {
     "people.person": 20_000,
@@ -68,7 +70,7 @@ FACTS = tuple(
         (PERSON, CITY, "people.person.place_of_birth", "the birthplaces of {}",
          "location.city.people_born_here", "the people born in {}", 1, 1),
         (PERSON, "people.profession", "people.person.profession", "the professions of {}",
-         "people.profession.people_with_this_profession", "the people with the profession {}", 1, 2),
+         "people.profession.people_with_this_profession", "the people whose professions include {}", 1, 2),
         (PERSON, "education.university", "people.person.education", "the universities attended by {}",
          "education.university.alumni", "the alumni of {}", 0, 2),
         (PERSON, PERSON, "people.person.children", "the children of {}",
@@ -84,12 +86,12 @@ FACTS = tuple(
         (FILM, PERSON, "film.film.starring", "the actors in {}",
          "film.actor.films_acted_in", "the films with {} in the cast", 2, 4),
         (FILM, "film.genre", "film.film.genre", "the genres of {}",
-         "film.genre.films_in_this_genre", "the films of the genre {}", 1, 2),
+         "film.genre.films_in_this_genre", "the films whose genres include {}", 1, 2),
         (FILM, CITY, "film.film.featured_locations", "the filming locations of {}",
          "film.location.films_shot_here", "the films shot in {}", 1, 2),
         (FILM, COMPANY, "film.film.produced_by", "the producers of {}",
          "film.producer.films_produced", "the films produced by {}", 1, 1),
-        (FILM, BOOK, "film.film.based_on", "the books adapted in {}",
+        (FILM, BOOK, "film.film.based_on", "the books adapted into {}",
          "book.book.film_adaptations", "the films based on {}", 0, 1),
         (BOOK, PERSON, "book.book.author", "the authors of {}",
          "book.author.books_written", "the books written by {}", 1, 2),
@@ -100,9 +102,9 @@ FACTS = tuple(
         ("music.album", BAND, "music.album.artist", "the bands that recorded {}",
          "music.band.albums", "the albums of {}", 1, 1),
         ("music.album", "music.style", "music.album.style", "the styles of {}",
-         "music.style.albums", "the albums in the style {}", 1, 2),
+         "music.style.albums", "the albums whose styles include {}", 1, 2),
         (BAND, PERSON, "music.band.members", "the members of {}",
-         "music.musician.bands", "the bands with {} as a member", 2, 5),
+         "music.musician.bands", "the bands that have {} among their members", 2, 5),
         (BAND, CITY, "music.band.origin", "the home towns of {}",
          "location.city.bands_formed_here", "the bands formed in {}", 1, 1),
         ("visual_art.painting", PERSON, "visual_art.painting.painter", "the painters of {}",
@@ -126,7 +128,7 @@ FACTS = tuple(
         (CITY, COUNTRY, "location.city.country", "the countries that contain {}",
          "location.country.cities", "the cities in {}", 1, 1),
         (COUNTRY, "language.language", "location.country.official_languages", "the official languages of {}",
-         "language.language.official_in", "the countries with the official language {}", 1, 3),
+         "language.language.official_in", "the countries that have {} among their official languages", 1, 3),
         ("geography.river", COUNTRY, "geography.river.countries", "the countries crossed by {}",
          "location.country.rivers", "the rivers that flow through {}", 1, 3),
         ("geography.mountain", COUNTRY, "geography.mountain.countries", "the countries that share {}",
@@ -329,6 +331,8 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
     paths = [_path(place, rng, end, length) for length in lengths]
     if None in paths:
         return None
+    if level == 1 and not _must_be_read(place, *paths[0]):
+        return None
     anchors = sorted({anchor for anchor, _ in paths})
     if anchors[0] % 10 not in share or answer in anchors or len(anchors) < len(paths):
         return None
@@ -357,6 +361,12 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
     elif not 1 <= len(members) <= MAX_ANSWERS:
         return None
     return _record(place, variable, anchors, members)
+
+
+def _must_be_read(place: World, anchor: int, path: list[str]) -> bool:
+    """Return True if an entity has many relations and the one to follow is not listed first."""
+    listed = sorted(relation for relation, edges in place.edges.items() if anchor in edges)
+    return len(listed) >= LEAST_LISTED and path[0] != listed[0]
 
 
 def _step_back(place: World, rng: random.Random, entity: int) -> tuple[int, str] | None:
@@ -395,7 +405,7 @@ def _record(place: World, variable, anchors: list[int], members: set[int]) -> di
             {"answer_type": "Entity", "answer_argument": place.ids[one], "entity_name": place.names[one]}
             for one in sorted(members)
         ]
-    form = {"count": "How many are {}?", "argmax": "{}?", "argmin": "{}?"}.get(variable[0], "Name {}.")
+    form = {"count": "What is the number of {}?", "argmax": "{}?", "argmin": "{}?"}.get(variable[0], "Name {}.")
     return {
         "question": form.format(_phrase(place, variable)),
         "entities": {place.names[anchor]: place.ids[anchor] for anchor in anchors},
@@ -412,11 +422,12 @@ def _phrase(place: World, variable) -> str:
     if kind == "neighbors":
         return PHRASES[variable[2]].format(inner)
     if kind == "intersection":
-        return f"what is both among {inner} and among {_phrase(place, variable[2])}"
+        return f"{inner} that are also among {_phrase(place, variable[2])}"
     if kind == "count":
-        return inner
+        return inner.removeprefix("the ")
     words = variable[2].split(".")[-1].replace("_", " ")
-    return f"Which of {inner} has the {'highest' if kind == 'argmax' else 'lowest'} {words}"
+    adjectives = ("latest", "earliest") if "year" in words else ("greatest", "smallest")
+    return f"Which of {inner} has the {adjectives[kind == 'argmin']} {words}"
 
 
 def _named(place: World, variable):
@@ -452,6 +463,15 @@ def gold_actions(variable) -> list[str]:
     return actions
 
 
+def _plural(noun: str) -> str:
+    """Return the plural of one of ``NOUNS``."""
+    if noun.endswith(("ief", "lf")):
+        return f"{noun.rstrip('f')}ves"
+    if noun.endswith("y") and noun[-2] not in "aeo":
+        return f"{noun[:-1]}ies"
+    return noun + ("es" if noun.endswith(("s", "x", "sh", "ch")) else "s")
+
+
 def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
     """Return a unique name for every entity, of a form that suits its type."""
     taken: set[str] = set()
@@ -479,7 +499,7 @@ def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
         PERSON: lambda n: pairs(firsts, lasts, "{} {}", n),
         FILM: lambda n: pairs(adjectives, nouns, "The {} {}", n),
         BOOK: lambda n: pairs(nouns, nouns, "{} and {}", n),
-        "music.album": lambda n: pairs(adjectives, nouns, "{} {}s", n),
+        "music.album": lambda n: pairs(adjectives, list(map(_plural, nouns)), "{} {}", n),
         "visual_art.painting": lambda n: pairs(nouns, nouns, "{} with {}", n),
         COMPANY: lambda n: each(n, "{} Systems", "{} Foods", "{} Motors", "{} Press", "{} Group"),
         CITY: lambda n: cities,

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -83,6 +84,27 @@ def test_splits_have_a_thousand_different_questions_and_share_none(level):
         assert len(asked[split]) == size >= 1000
     assert not asked["train"] & (asked["validation"] | asked["test"])
     assert not asked["validation"] & asked["test"]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_place_of_the_right_relation_is_not_a_habit_at_level_1(split):
+    place, places = world.world(), Counter()
+    number = {identifier: i for i, identifier in enumerate(place.ids)}
+    for index in range(400):
+        data = question(index=index, split=split)
+        (anchor,) = (number[identifier] for identifier in data["entities"].values())
+        relation = data["actions"][1].rstrip(")").split(",")[1]
+        places[sorted(name for name, edges in place.edges.items() if anchor in edges).index(relation)] += 1
+    assert places[0] == 0
+    assert max(places.values()) < 100
+
+
+@pytest.mark.parametrize(
+    ("noun", "plural"),
+    [("Thief", "Thieves"), ("Library", "Libraries"), ("Valley", "Valleys"), ("Fox", "Foxes")],
+)
+def test_names_have_english_plurals(noun, plural):
+    assert world._plural(noun) == plural
 
 
 def test_questions_and_the_world_depend_on_the_seed_alone():
