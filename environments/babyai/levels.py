@@ -7,11 +7,13 @@ from minigrid.envs.babyai.core import roomgrid_level
 
 from agentrl_env.dataset import stable_seed
 
+from .view import Sight
+
 # minigrid prints a line for every draw that it rejects; the server's output is not its place.
 roomgrid_level.print = lambda *text: None
 
 LEVELS = {
-    1: ("GoToObj", "GoToLocal", "PickupDist", "PickupLoc"),
+    1: ("GoToLocal", "GoToLocalS8N7", "PickupDist", "PickupLoc"),
     2: ("OpenDoorColor", "OpenDoorLoc", "PutNextLocalS6N4", "PutNextLocal"),
     3: ("GoToObjMazeS4", "UnlockLocalDist", "KeyCorridorS3R2", "KeyCorridorS4R3"),
 }
@@ -40,8 +42,9 @@ class Problems:
         env = make(name)
         while True:
             seed = stable_seed("babyai", self.split, self.difficulty, index, attempt) % 2**31
-            env.reset(seed=seed)
-            if tenth(env) in SHARES[self.split]:
+            seen, _ = env.reset(seed=seed)
+            read = self.difficulty > 1 or must_be_read(env, Sight(seen["image"]))
+            if read and tenth(env) in SHARES[self.split]:
                 return {"level": name, "seed": seed}
             attempt += 1
 
@@ -51,6 +54,13 @@ def make(name: str) -> gymnasium.Env:
     difficulty = next(number for number, names in LEVELS.items() if name in names)
     steps = MAX_STEPS[difficulty]
     return gymnasium.make(f"BabyAI-{name}-v0", disable_env_checker=True, max_steps=steps)
+
+
+def must_be_read(env: gymnasium.Env, sight: Sight) -> bool:
+    """Return True if the thing of the mission is not the nearest one in view, which is listed first."""
+    world, nearest = env.unwrapped, sight.places()[:1]
+    wanted = [world.get_view_coords(*place) for place in world.instrs.desc.obj_poss]
+    return not any(sight.place_of(column, row) in nearest for column, row in wanted)
 
 
 def tenth(env: gymnasium.Env) -> int:

@@ -64,15 +64,23 @@ class Sight:
         cells = f"{free} free cell{'s' * (free != 1)}"
         return cells if what == "unseen" else f"{cells}, then a {name}"
 
+    def places(self) -> list[tuple[int, int]]:
+        """Return the places of the things in view, as cells to the right and ahead, the nearest first."""
+        columns, rows = range(-(self.columns // 2), self.columns // 2 + 1), range(self.rows)
+        cells = [(right, ahead) for ahead in rows for right in columns if (right, ahead) != (0, 0)]
+        found = [cell for cell in cells if self.cell(*cell)[0] in THINGS]
+        return sorted(found, key=lambda cell: (abs(cell[0]) + cell[1], self._line_of(cell)))
+
+    def place_of(self, column: int, row: int) -> tuple[int, int]:
+        """Return the place of a cell of the image."""
+        return int(column) - self.columns // 2, self.rows - 1 - int(row)
+
     def things(self) -> list[str]:
         """Return the things in view, the nearest first."""
-        found = []
-        for ahead in range(self.rows):
-            for right in range(-(self.columns // 2), self.columns // 2 + 1):
-                what, name = self.cell(right, ahead)
-                if what in THINGS and (right, ahead) != (0, 0):
-                    found.append((abs(right) + ahead, f"- {name}: {place(right, ahead)}"))
-        return [text for _, text in sorted(found)]
+        return list(map(self._line_of, self.places()))
+
+    def _line_of(self, cell: tuple[int, int]) -> str:
+        return f"- {self.cell(*cell)[1]}: {place(*cell)}"
 
 
 def place(right: int, ahead: int) -> str:
