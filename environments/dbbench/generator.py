@@ -47,15 +47,15 @@ THEMES = [
         ("goods", "lamp chair table shelf mirror clock carpet vase", "room",
          "kitchen hall office bedroom", "stock", "weight", "price"),
         ("boats", "ferry canoe yacht barge tugboat cutter", "harbour",
-         "Malo Vigo Kiel Bergen", "crew", "length", "speed"),
+         "Malo Vigo Kiel Bergen", "capacity", "length", "speed"),
         ("plants", "fern rose tulip cactus orchid lily poppy", "garden",
-         "north south east west", "height", "leaves", "water"),
+         "north south east west", "height", "width", "price"),
         ("books", "atlas novel diary almanac primer manual", "shelf",
-         "history science travel poetry", "pages", "copies", "cost"),
+         "history science travel poetry", "length", "weight", "cost"),
         ("players", "falcon badger otter heron lynx marten", "team",
-         "reds blues greens whites", "goals", "games", "rating"),
+         "reds blues greens whites", "height", "weight", "rating"),
         ("towns", "bridge haven field wood ford mill", "region",
-         "coast hills plain marsh", "people", "schools", "rainfall"),
+         "coast hills plain marsh", "population", "size", "rainfall"),
     )
 ]  # fmt: skip
 PEOPLE = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
@@ -205,7 +205,7 @@ def best_group(d: Draw) -> tuple[str, str]:
     grouped = f"SELECT SUM(o.amount) AS s, t.{t.group} AS g FROM orders o JOIN {t.table} t ON t.name = o.item"
     grouped += f" GROUP BY t.{t.group}"
     return (
-        f"For which {t.group} of the {t.table} was the largest amount ordered in all?",
+        f"Which {t.group} of the {t.table} has the largest total amount in the orders?",
         f"SELECT g FROM ({grouped}) x WHERE s = (SELECT MAX(s) FROM ({grouped}) y)",
     )
 
@@ -257,7 +257,7 @@ def update_ordered(d: Draw) -> tuple[str, str]:
 def delete_orders(d: Draw) -> tuple[str, str]:
     t, group, least = d.theme, d.group(), int(d.rng.integers(2, 6))
     return (
-        f"Delete the orders of {t.table} whose {t.group} is {group}, where the amount is below {least}.",
+        f"Delete all orders with an amount below {least} for {t.table} whose {t.group} is {group}.",
         f"DELETE FROM orders WHERE amount < {least} AND item IN "
         f"(SELECT name FROM {t.table} WHERE {t.group} = '{group}')",
     )
