@@ -405,9 +405,9 @@ def _record(place: World, variable, anchors: list[int], members: set[int]) -> di
             {"answer_type": "Entity", "answer_argument": place.ids[one], "entity_name": place.names[one]}
             for one in sorted(members)
         ]
-    form = {"count": "What is the number of {}?", "argmax": "{}?", "argmin": "{}?"}.get(variable[0], "Name {}.")
+    forms = {"count": "What is the number of {}?", "argmax": "{}?", "argmin": "{}?"}
     return {
-        "question": form.format(_phrase(place, variable)),
+        "question": forms.get(variable[0], "Name {}.").format(_phrase(place, variable)),
         "entities": {place.names[anchor]: place.ids[anchor] for anchor in anchors},
         "actions": gold_actions(_named(place, variable)),
         "answer": answer,

@@ -13,17 +13,17 @@ from .browser import Browser, CannotAct
 from .oracle import next_call
 
 LEVELS = {
-    1: ("click-button", "click-link", "click-dialog-2", "click-tab", "focus-text-2"),
+    1: ("click-button", "click-link", "click-dialog-2", "click-option", "choose-list"),
     2: (
-        "enter-text", "enter-text-dynamic", "enter-password", "login-user", "click-option",
-        "click-checkboxes", "choose-list", "simple-algebra", "read-table",
+        "enter-text", "enter-text-dynamic", "enter-password", "login-user", "click-checkboxes",
+        "simple-algebra", "read-table",
     ),
     3: (
         "find-word", "multi-orderings", "click-collapsible-2-nodelay", "use-autocomplete-nodelay",
         "search-engine", "social-media",
     ),
 }  # fmt: skip
-"""The pages of each level: one click; several actions on what is in view; what has to be looked for first."""
+"""The pages of each level: one click or two; several actions on what is in view; a search first."""
 PAGES = {page for pages in LEVELS.values() for page in pages}
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 REMAINDERS = {"train": 0, "validation": 1, "test": 2}

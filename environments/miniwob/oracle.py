@@ -64,14 +64,6 @@ def dialog(query, lines):
     return click(find(lines, "close" if name == "x" else name) or find(lines, "Close"))
 
 
-def tab(query, lines):
-    return click(find(lines, re.search(r"Tab #\d", query)[0]))
-
-
-def focus(query, lines):
-    return click(fields(lines)[int(re.search(r"(\d)(st|nd|rd)", query)[1]) - 1])
-
-
 def enter(query, lines):
     return fill(lines, quoted(query)[:1])
 
@@ -188,8 +180,6 @@ ORACLES = {
     "click-button": click_quoted,
     "click-link": click_quoted,
     "click-dialog-2": dialog,
-    "click-tab": tab,
-    "focus-text-2": focus,
     "enter-text": enter,
     "enter-text-dynamic": enter,
     "enter-password": password,

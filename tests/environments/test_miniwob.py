@@ -77,7 +77,7 @@ def test_splits_share_no_seed():
 
 
 async def test_wrong_click_ends_the_episode_without_reward(client):
-    session = await client.open("miniwob", sample={"page": "focus-text-2", "seed": 1})
+    session = await client.open("miniwob", sample={"page": "enter-text", "seed": 1})
     right = json.loads((await session.expert()).tool_calls[0].function.arguments)["element"]
     result = await session.step(call("click", element=right % 3 + 1))
     assert (result.terminated, result.reward, result.metrics["raw_reward"]) == (True, 0.0, -1.0)
