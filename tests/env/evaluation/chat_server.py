@@ -41,7 +41,7 @@ class Sums(Environment):
 
 
 Answer = dict[str, Any] | tuple[int, dict[str, str]]
-"""Fields of a chat completion, or the status and the headers of an error."""
+"""Fields of a chat completion, or the status and the headers of an error; its header ``raw`` is the body."""
 
 
 class ChatServer:
@@ -68,7 +68,8 @@ class ChatServer:
                 answer = reply(body)
                 status, headers = answer if isinstance(answer, tuple) else (200, {})
                 text = headers.pop("text", "try another time")
-                data = json.dumps({"error": {"message": text}} if status != 200 else answer).encode()
+                raw = headers.pop("raw", None)
+                data = (raw or json.dumps({"error": {"message": text}} if status != 200 else answer)).encode()
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)

@@ -1,0 +1,269 @@
+"""Evaluation against scripted endpoints, each in the dialect of a provider, with its errors and its rules.
+
+An endpoint refuses a conversation that its provider would refuse: an episode that ends with the right answer
+was sent back as that provider wants it.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_env import EnvClient
+from agentrl_env.evaluation import (
+    ChatModel,
+    EvaluationSettings,
+    RunFile,
+    chat_model,
+    evaluate,
+    model_policy,
+    runner,
+)
+from tests.env.evaluation.chat_server import Answer, ChatServer, Sums, numbers
+
+Body = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(runner, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(chat_model, "PAUSE_S", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How a provider writes a call, which errors it has, and which conversations it refuses."""
+
+    identity: str | None
+    """Id of a call; None leaves it out."""
+    message: Body
+    """Further fields of the message of a call."""
+    errors: tuple[Answer, ...]
+    """Answers after which the same request succeeds."""
+    refuses: Callable[[Body], str | None]
+    """Return why a message of the model is refused, or None."""
+    call: Body | None = None
+    """Further fields of the call."""
+    finish: str = "tool_calls"
+    choice: Body | None = None
+    """Further fields of the choice."""
+    body: Body | None = None
+    """Further fields of the answer."""
+    before: str = ""
+    """Characters before the answer."""
+
+    def answer(self, name: str, arguments: str, *, finish: str | None = None) -> Answer:
+        call = {"type": "function", **(self.call or {}), "function": {"name": name, "arguments": arguments}}
+        if self.identity is not None:
+            call["id"] = self.identity
+        message = {"role": "assistant", "content": None, **self.message, "tool_calls": [call]}
+        choice = {
+            "index": 0,
+            "message": message,
+            **(self.choice or {}),
+            "finish_reason": finish or self.finish,
+        }
+        body = {"id": "1", "object": "chat.completion", "choices": [choice], **(self.body or {})}
+        return 200, {"raw": self.before + json.dumps(body)}
+
+
+def raw(status: int, body: Any) -> Answer:
+    return status, {"raw": json.dumps(body)}
+
+
+def accepted(message: Body) -> None:
+    """Refuse nothing."""
+
+
+def without(*names: str) -> Callable[[Body], str | None]:
+    """Return a rule that refuses other fields than these."""
+
+    def rule(message: Body) -> str | None:
+        odd = message.keys() - {"role", "content", "tool_calls", *names}
+        return f"Extra inputs are not permitted: {sorted(odd)}" if odd else None
+
+    return rule
+
+
+def with_thought(message: Body) -> str | None:
+    if message.get("tool_calls") and not message.get("reasoning_content"):
+        return "Missing `reasoning_content` field in the assistant message"
+    return None
+
+
+def with_signature(message: Body) -> str | None:
+    for call in message.get("tool_calls") or ():
+        if call.get("extra_content", {}).get("google", {}).get("thought_signature") != "c2lnbmVk":
+            return "Function call is missing a thought_signature"
+    return None
+
+
+def with_details(message: Body) -> str | None:
+    details = message.get("reasoning_details")
+    return None if details == REASONING else f"the reasoning of another message: {details}"
+
+
+REASONING = [
+    {"type": "reasoning.encrypted", "data": "b3BhcXVl", "id": "rs_1", "format": "openai", "index": 0}
+]
+USAGE = {"usage": {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}}
+DIALECTS = {
+    "OpenAI": Dialect(
+        identity="call_Qm3",
+        message={"refusal": None, "annotations": []},
+        errors=(
+            (429, {"retry-after": "0", "text": "Rate limit reached"}),
+            raw(500, {"error": {"message": "The server had an error", "type": "server_error", "code": None}}),
+        ),
+        refuses=without("refusal"),
+        choice={"logprobs": None},
+        body={**USAGE, "service_tier": "default", "system_fingerprint": None},
+    ),
+    "vLLM": Dialect(
+        identity="chatcmpl-tool-2f0c",
+        message={"reasoning": "I must look.", "refusal": None, "function_call": None},
+        errors=(raw(500, {"object": "error", "message": "EngineDeadError", "code": 500}),),
+        refuses=accepted,
+        choice={"stop_reason": None, "token_ids": None},
+        body={**USAGE, "prompt_logprobs": None, "kv_transfer_params": None},
+    ),
+    "DeepSeek": Dialect(
+        identity="call_00_f1",
+        message={"content": "", "reasoning_content": "I must look."},
+        call={"index": 0},
+        errors=(raw(503, {"error": {"message": "Service is too busy", "type": "service_unavailable"}}),),
+        refuses=with_thought,
+        body={"usage": {**USAGE["usage"], "prompt_cache_hit_tokens": 0}},
+        before="\n\n\n",
+    ),
+    "Gemini": Dialect(
+        identity="",
+        message={},
+        call={"extra_content": {"google": {"thought_signature": "c2lnbmVk"}}},
+        errors=(raw(503, [{"error": {"code": 503, "status": "UNAVAILABLE", "message": "overloaded"}}]),),
+        refuses=with_signature,
+        finish="stop",
+        body=USAGE,
+    ),
+    "Mistral": Dialect(
+        identity="D681PevKs",
+        message={"content": "", "prefix": False},
+        call={"index": 0},
+        errors=(
+            raw(429, {"object": "error", "message": "Service tier capacity exceeded", "code": "3505"}),
+            raw(
+                500, {"object": "error", "message": "Internal server error", "type": "internal_server_error"}
+            ),
+        ),
+        refuses=without("prefix"),
+        body=USAGE,
+    ),
+    "OpenRouter": Dialect(
+        identity="tool_0_look",
+        message={"refusal": None, "reasoning": "I must look.", "reasoning_details": REASONING},
+        errors=(
+            {"error": {"code": 502, "message": "Provider returned error"}, "user_id": "u"},
+            {
+                "choices": [
+                    {
+                        "error": {"code": 502, "message": "Upstream idle timeout"},
+                        "finish_reason": "error",
+                        "native_finish_reason": None,
+                        "message": {"role": "assistant", "content": ""},
+                    }
+                ]
+            },
+            {"choices": []},
+        ),
+        refuses=with_details,
+        choice={"native_finish_reason": "completed", "logprobs": None},
+        body={**USAGE, "provider": "Any"},
+    ),
+    "Ollama": Dialect(
+        identity="call_8tu1",
+        message={"content": "", "reasoning": "I must look."},
+        call={"index": 0},
+        errors=(
+            raw(500, {"error": {"message": "model runner has unexpectedly stopped", "type": "api_error"}}),
+        ),
+        refuses=accepted,
+        body={**USAGE, "system_fingerprint": "fp_ollama"},
+    ),
+    "llama.cpp": Dialect(
+        identity=None,
+        message={"reasoning_content": "I must look."},
+        errors=(raw(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}),),
+        refuses=accepted,
+        body={**USAGE, "timings": {"prompt_n": 20, "predicted_per_second": 30.0}},
+    ),
+}
+
+
+def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str | None:
+    """Return why a conversation is refused: a call without result, arguments that are no object, or a rule."""
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in waiting:
+                return f"no call has the id {message['tool_call_id']!r}"
+            waiting.remove(message["tool_call_id"])
+            continue
+        if waiting:
+            return f"the calls {waiting} have no result"
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls") or []
+            waiting = [call["id"] for call in calls]
+            if not all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls):
+                return "arguments must be an object"
+            if not calls and not message.get("content"):
+                return "a message must have text or calls"
+            if reason := refuses(message):
+                return reason
+    return None
+
+
+class Endpoint:
+    """Plays ``Sums`` in a dialect: each of its errors, a look, a call that was cut, and the answer."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.refused: list[str] = []
+        self.errors = len(dialect.errors)
+        self._script = self._answers()
+        next(self._script)
+
+    def reply(self, body: Body) -> Answer:
+        """Answer a request, or refuse its conversation."""
+        if reason := problem(body["messages"], self.dialect.refuses):
+            self.refused.append(reason)
+            return 400, {"text": reason}
+        return self._script.send(body)
+
+    def _answers(self) -> Iterator[Any]:
+        dialect = self.dialect
+        body = yield
+        for error in dialect.errors:
+            body = yield error
+        body = yield dialect.answer("look", "{}")
+        body = yield dialect.answer("answer", '{"total": 10', finish="length")
+        while True:
+            known = numbers(body)
+            body = yield dialect.answer("answer", json.dumps({"total": sum(known[:2])}))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+async def test_episode_in_the_dialect_of_a_provider_ends_with_its_answer(name: str, tmp_path: Path) -> None:
+    endpoint = Endpoint(DIALECTS[name])
+    settings = EvaluationSettings(task="sums", split="test", model="small", indices=(3,))
+    with ChatServer(endpoint.reply) as server:
+        async with EnvClient.local(Sums) as client, ChatModel(server.url, "small") as model:
+            with RunFile(tmp_path, settings) as file:
+                run = await evaluate(client, model_policy(model, file.run), file)
+    assert endpoint.refused == []
+    ((episode),) = run.counted
+    assert (episode.reward, episode.failed, len(episode.turns)) == (1.0, None, 3)
+    assert [turn.finish_reason for turn in episode.turns][1] == "length"
+    assert sum(turn.repeats for turn in episode.turns) == endpoint.errors
