@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu ray faults fuzz hostile chaos soak lint bench paper docs clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -84,6 +84,10 @@ gpu: $(VENV)/.gpu  ## on a CUDA GPU: its tests, then learner, vLLM and TRL at th
 	$(BIN)/python -m pytest -m gpu tests
 	$(BIN)/python -m tests.benchmarks learner vllm trl $(ARGS)
 
+gpu-quick: $(VENV)/.dev  ## pack dist/gpu-quick for a machine with one GPU and no network: a quarter of an hour of tests and figures
+	$(BIN)/python -m tests.benchmarks.gpu_quick.pack
+	@echo "on the machine with the GPU, in a copy of this folder: tests/benchmarks/gpu_quick/run.sh RESULTS"
+
 $(VENV)/.gpu: pyproject.toml  # without the constraints, which are those of a CPU
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -e '.[train,dev,bench,vllm]'
@@ -140,4 +144,4 @@ clean:
 	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(HARBOR) site
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14

@@ -179,6 +179,8 @@ def check_command(words: list[str]) -> None:
         check_command(["agentrl-train", *arguments[at + 2 :]])
     elif program in COMMANDS:
         check_options(program, *arguments)
+    elif "/" in program:
+        assert os.access(ROOT / program, os.X_OK), f"{program} is no command of this checkout"
     else:
         assert program == "docker"
 

@@ -1,4 +1,4 @@
-"""Models with random weights: the shapes of Qwen3 for a GPU, and a tiny one for a CPU."""
+"""Models with random weights: shapes of Qwen3, Qwen2.5 and SmolLM2 for a GPU, and a tiny one for a CPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
+    },
+    "135 M": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+    "0.5 B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
     },
     "0.6 B": {
         "hidden_size": 1024,

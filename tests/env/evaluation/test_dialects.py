@@ -203,7 +203,7 @@ DIALECTS = {
 
 
 def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str | None:
-    """Return why a conversation is refused: a call without result, arguments that are no object, or a rule."""
+    """Return why a conversation is refused: a call has no result, arguments are no object, or by a rule."""
     waiting: list[str] = []
     for message in messages:
         if message["role"] == "tool":
