@@ -127,6 +127,7 @@ async def test_no_count_falls_or_doubles_where_a_server_is_replaced():
             await play(await site.client.open("quick"))
         after = await whole(site.controller.url, "secret", 3)
         counted = [key for key in before if key[0].endswith(("_total", "_count", "_bucket"))]
+        counted = [key for key in counted if not key[0].startswith("agentrl_server_")]  # go with their server
         assert all(after[key] >= before[key] for key in counted)
 
 
