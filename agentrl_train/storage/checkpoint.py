@@ -157,20 +157,23 @@ def save_checkpoint(
 def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint, or None if there is none.
 
-    Damaged ones are skipped with a warning. Raises ``CheckpointError`` if all of them are damaged.
+    Those that cannot be read are skipped with a warning. Raises ``CheckpointError`` if none can.
     """
     with run_folder_errors(folder):
         _recover(folder)
-    found = steps(folder)
-    for step in reversed(found):
+    failures = []
+    for step in reversed(steps(folder)):
         try:
-            return load_checkpoint(folder / f"step_{step:06d}")
+            checkpoint = load_checkpoint(folder / f"step_{step:06d}")
         except CheckpointError as error:
-            logger.warning("%s Falling back to the previous checkpoint.", error)
-    if found:
-        raise CheckpointError(
-            f"All checkpoints in {folder} are damaged; start a new run with another run.name."
-        )
+            failures.append(str(error))
+            continue
+        for failure in failures:
+            logger.warning("%s Falling back to step %d.", failure, step)
+        return checkpoint
+    if failures:
+        reason = f"No checkpoint in {folder} can be read. {failures[0]}"
+        raise CheckpointError(f"{reason} Start another run with --set run.name=NAME.")
     return None
 
 
@@ -328,7 +331,7 @@ def _verify(folder: Path) -> None:
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{folder} has format {manifest['format']}; this version reads format {FORMAT}."
+                f"{folder} has format {manifest['format']}, of another version; this one reads {FORMAT}."
             )
         for name, entry in files.items():
             path = folder / name
