@@ -150,7 +150,7 @@ def test_new_environment_passes_its_check_and_its_test(cli, tmp_path):
     assert "pip install pytest && pytest number_game" in Path("number_game/README.md").read_text()
     code, out, _ = cli("check", "number_game")
     assert code == 0
-    assert "number_game: 18 passed, 3 skipped" in out
+    assert "number_game: 18 passed, 4 skipped" in out
     code, out, _ = cli("play", "number_game", stdin="guess 99\n")
     assert code == 0
     assert "lower" in out
