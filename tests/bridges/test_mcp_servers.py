@@ -25,7 +25,6 @@ NPM = {
     "@modelcontextprotocol/server-slack": "mcp-server-slack",
     "@notionhq/notion-mcp-server": "notion-mcp-server",
     "@playwright/mcp": "playwright-mcp --headless --isolated --no-sandbox --executable-path CHROMIUM",
-    "@supabase/mcp-server-supabase": "mcp-server-supabase --access-token sbp_x",
     "@upstash/context7-mcp": "context7-mcp",
     "exa-mcp-server": "exa-mcp-server",
     "firecrawl-mcp": "firecrawl-mcp",
