@@ -243,7 +243,7 @@ def _change(before: Sequence[Interval | None], after: Sequence[Interval | None])
         return "–"
     points, low, high = (100 * one for one in mean_change(old, new))
     kind = "up" if low > 0 else "down" if high < 0 else "dim"
-    ends = f'<span class="dim small">[{low:+.1f}, {high:+.1f}]</span>'
+    ends = f'<div class="dim small">[{low:+.1f}, {high:+.1f}]</div>'
     return f'<span class="{kind}">{points:+.1f} points</span> {ends}'
 
 
