@@ -221,7 +221,7 @@ def _check_method(environment: type, name: str, value: Any, base: type) -> None:
 
 
 def _mistaken_parameter(function: Callable[..., Any], name: str, expected: list[str]) -> str | None:
-    """Return a parameter that gets another argument than its name says; None if there is none."""
+    """Return the first parameter that receives another argument than its name suggests, or None."""
     try:
         own = list(inspect.signature(function).parameters)[: len(expected)]
     except ValueError:  # a builtin without a signature

@@ -1,4 +1,4 @@
-"""Policies without skill. A task that rewards them can be learned without reading what it says."""
+"""Policies that do not read what a task says. A task that rewards them can be solved without reading."""
 
 from __future__ import annotations
 

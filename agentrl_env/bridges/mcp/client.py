@@ -48,7 +48,7 @@ _PAIRS = {"env": ("env", "="), "header": ("headers", ":")}
 """Options that can be repeated: the argument of ``mcp_task``, and what separates name and value."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _BROKEN = {-32700, -32600, -32601, -32000, 408}
-"""Codes of a request that a server cannot read or has not answered, and that of a connection that ended."""
+"""Codes of requests that the server could not read or did not answer, and of a closed connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +190,8 @@ async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
 async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     """Call a tool; return the text of its result, and True if the server reports an error of the call.
 
-    If a tool raises, servers of the TypeScript SDK answer with an error of the protocol, and those of the
-    Python SDK with a result that is an error. Both are errors of the call.
+    The TypeScript SDK reports an exception of a tool as an error of the protocol, the Python SDK as a result
+    with ``isError``. Both are errors of the call.
     """
     from mcp import McpError, types
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.models.loading import load_policy
+from agentrl_train.telemetry.throughput import copy_bytes_per_s
 from agentrl_train.types import SamplingParams
 from tests.benchmarks import learner as learner_benchmark
 from tests.benchmarks.shapes import make_model
@@ -27,7 +28,6 @@ TRAINING_S = 240.0
 """Time limit of the training run."""
 PROMPT, NEW = 128, 128
 """Tokens of a prompt and of a completion."""
-COPIED_BYTES = 2**30
 
 
 def tests(model: str, folder: Path, device: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def training(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 def engine(model: str, folder: Path, device: str) -> dict[str, Any]:
     """Return sampled tokens a second by model and batch, beside what the bandwidth allows."""
-    bandwidth = copied_bytes_per_s(device)
+    bandwidth = 2 * copy_bytes_per_s(device)  # a copy reads and writes
     found: dict[str, Any] = {"bytes_per_s": bandwidth}
     for name, batches in {
         "stored": (1, 64),
@@ -102,7 +102,7 @@ def learner(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 def push(model: str, folder: Path, device: str) -> dict[str, Any]:
     """Return seconds in which an engine takes new weights, beside the time of a copy."""
-    bandwidth, found = copied_bytes_per_s(device), {}
+    copied, found = copy_bytes_per_s(device), {}
     for name in ("stored", large(device)):
         policy = sampling_model(name, model, device)
         state = {key: value.detach().clone() for key, value in policy.state_dict().items()}
@@ -114,7 +114,7 @@ def push(model: str, folder: Path, device: str) -> dict[str, Any]:
             sampler.publish(state, policy_version=version)
             seconds.append(learner_benchmark.moment(device) - begun)
         asyncio.run(sampler.close())
-        found[name] = {"seconds": min(seconds), "copy": 2 * size / bandwidth, "bytes": size}
+        found[name] = {"seconds": min(seconds), "copy": size / copied, "bytes": size}
     return found
 
 
@@ -170,15 +170,3 @@ def pass_bytes(model: PreTrainedModel, *, batch: int) -> float:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * width
     return weights + batch * (PROMPT + NEW / 2) * token
-
-
-def copied_bytes_per_s(device: str) -> float:
-    """Return the bytes a second that a copy reads and writes."""
-    source = torch.zeros(COPIED_BYTES // (1 if device == "cuda" else 8), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = 0.0
-    for _ in range(10):
-        begun = learner_benchmark.moment(device)
-        target.copy_(source)
-        best = max(best, 2 * source.numel() / (learner_benchmark.moment(device) - begun))
-    return best
