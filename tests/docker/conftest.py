@@ -25,8 +25,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.docker)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary():
+    """Keep temporary files apart from those of tests that run beside these."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="docker-") as folder:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
-def daemon():
+def daemon(temporary):
     """Run a private daemon."""
     try:
         with running_daemon() as address:
