@@ -161,7 +161,13 @@ def eval_command(
 
 @app.command("gateway")
 def gateway_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A value of model.path.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|MODEL",
+            help="A run folder (its newest checkpoint), a checkpoint, or a value of model.path.",
+        ),
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File that the rollouts are appended to.")
     ] = Path("rollouts.jsonl"),
@@ -176,9 +182,9 @@ def gateway_command(
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
-    config = gateway_config(model, overrides or [])
-    from agentrl_train.cli.commands import record_rollouts
+    from agentrl_train.cli.commands import policy_path, record_rollouts
 
+    config = gateway_config(policy_path(model), overrides or [])
     options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}
     raise typer.Exit(record_rollouts(config, output=output, **options))
 

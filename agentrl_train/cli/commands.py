@@ -148,7 +148,7 @@ def evaluate_policy(trainer: Trainer, *, model: str | None, output: Path | None 
     if newest is not None:
         path, choice = str(newest.model_folder), "the newest checkpoint; --model evaluates another"
     elif model is not None:
-        path, choice = str(_model_folder(Path(model))) if Path(model).exists() else model, "--model"
+        path, choice = policy_path(model), "--model"
     else:
         path, choice = trainer.config.model.path, "model.path; the run has no checkpoint"
     console = Console()
@@ -221,6 +221,11 @@ def _claim_model_folder(output: Path) -> None:
         tempfile.TemporaryFile(dir=output).close()
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error.strerror}): choose another folder") from error
+
+
+def policy_path(model: str) -> str:
+    """Return the model folder of a run (its newest checkpoint) or a checkpoint; any other name as it is."""
+    return str(_model_folder(Path(model))) if Path(model).is_dir() else model
 
 
 def _model_folder(source: Path) -> Path:

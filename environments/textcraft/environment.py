@@ -47,6 +47,8 @@ class Textcraft(Environment):
         for name in NUM_SAMPLES
     )
     max_turns = 60
+    expert_noise = 0.0
+    """Probability that the expert errs: it takes a wrong thing, crafts by any recipe, or lists what it has."""
 
     @classmethod
     def samples(cls, split):
@@ -118,6 +120,8 @@ class Textcraft(Environment):
 
     def expert(self, rng):
         """Craft the first item on the way to the target for which there is too little, or take its parts."""
+        if rng.random() < self.expert_noise:
+            return Message.assistant(None, self._slip(rng))
         order, wanted, times = way(self.recipes, self.target), {self.target: 1}, {}
         for item in reversed(order):
             recipe = self.recipes[item]
@@ -134,6 +138,16 @@ class Textcraft(Environment):
                 return Message.assistant(None, call)
         made = f"{recipe.count * times[item]} {item}"
         return Message.assistant(None, ToolCall.of("craft", item=made, using=amounts(parts)))
+
+    def _slip(self, rng):
+        recipe, kind = self.recipes[str(rng.choice(list(self.recipes)))], rng.random()
+        if kind < 0.2:
+            return ToolCall.of("inventory")
+        if kind < 0.6:
+            part, _ = recipe.ingredients[int(rng.integers(len(recipe.ingredients)))]
+            return ToolCall.of("get", items=f"{rng.integers(1, 5)} {part}")
+        made = f"{recipe.count} {recipe.item}"
+        return ToolCall.of("craft", item=made, using=amounts(dict(recipe.ingredients)))
 
     def snapshot(self):
         return vars(self)

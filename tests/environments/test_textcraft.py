@@ -93,6 +93,13 @@ def test_crafting_uses_up_ingredients_and_takes_multiples():
     assert environment.inventory() == "Inventory: 1 oak plank, 1 oak table."
 
 
+async def test_expert_that_errs_loses_time_and_sometimes_the_target():
+    noisy = type("Noisy", (Textcraft,), {"name": "textcraft", "expert_noise": 0.5, "max_turns": 8})
+    async with EnvClient.local(noisy) as client:
+        sessions = [await client.open("textcraft", split="train-2", index=n) for n in range(24)]
+        assert {(await play(session)).reward for session in sessions} == {0.0, 1.0}
+
+
 async def test_expert_goes_on_from_what_is_already_there(client):
     session = await client.open("textcraft", sample=TABLE)
     await session.step(Message.assistant(None, ToolCall.of("get", items="1 oak log")))

@@ -120,6 +120,14 @@ def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> Non
     assert (second["session"], second["reward"]) == ("other", None)
 
 
+def test_gateway_of_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    (tmp_path / "runs/new/checkpoints").mkdir(parents=True)
+    command = [sys.executable, "-m", "agentrl_train", "gateway", "runs/new"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "runs/new has no checkpoint yet" in done.stderr
+
+
 def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
     write_config(tmp_path)
     command = [sys.executable, "-m", "agentrl_train", "gateway", str(tmp_path / "model"), "--host", "0.0.0.0"]

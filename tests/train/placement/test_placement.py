@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agentrl_train.config import load_config
+from agentrl_train.config.paths import CACHE, KNOWN_MODELS, model_folder
 from agentrl_train.errors import ConfigError
 from agentrl_train.placement.devices import Devices, assign, visible_gpus
 from agentrl_train.training.compose import open_launcher, processes
@@ -229,24 +230,29 @@ READY = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name not
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
-def test_every_example_configuration_loads(path: Path) -> None:
+def test_every_example_configuration_loads(path: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    for name in KNOWN_MODELS:
+        model_folder(name).mkdir(parents=True)
     load_config(path)
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "ranks", "with_engine", "learner", "engine"),
     [
-        ("one-gpu", 1, 1, True, "0", "0"),
-        ("one-gpu-shared", 1, 1, True, "0", "0"),
-        ("eight-gpus", 8, 4, True, "0123", "4567"),
-        ("two-nodes", 8, 4, True, "0123", "4567"),
-        ("two-nodes", 8, 8, False, "01234567", ""),
+        ("gpu/one-gpu", 1, 1, True, "0", "0"),
+        ("gpu/one-gpu-shared", 1, 1, True, "0", "0"),
+        ("real/qwen2.5-0.5b-gpu", 1, 1, True, "0", "0"),
+        ("real/qwen2.5-1.5b-gpu", 1, 1, True, "0", "0"),
+        ("gpu/eight-gpus", 8, 4, True, "0123", "4567"),
+        ("gpu/two-nodes", 8, 4, True, "0123", "4567"),
+        ("gpu/two-nodes", 8, 8, False, "01234567", ""),
     ],
 )
 def test_gpu_examples_fit_their_machines(
     name: str, gpus: int, ranks: int, with_engine: bool, learner: str, engine: str
 ) -> None:
-    config = load_config(EXAMPLES / "gpu" / f"{name}.toml")
+    config = load_config(EXAMPLES / f"{name}.toml")
     given = assign(processes(config), gpus=list("01234567"[:gpus]), ranks=ranks, with_engine=with_engine)
     assert given == Devices(learner=tuple(learner), engine=tuple(engine))
 

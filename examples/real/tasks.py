@@ -1,0 +1,34 @@
+"""Three tasks that need reading: a shop's offers, questions to a database, recipes.
+
+Their experts make mistakes: a policy that has imitated them has something to unlearn.
+"""
+
+from pathlib import Path
+
+from agentrl_env import Message
+from agentrl_env.hosting.loader import load_target
+
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+
+
+class Laconic:
+    """An expert that calls tools without a word, and errs."""
+
+    expert_noise = 0.3
+
+    def expert(self, rng):
+        return Message.assistant(None, *super().expert(rng).tool_calls)
+
+
+class Shop(Laconic, load_target(str(ENVIRONMENTS / "shop"))):
+    """Buy an article under conditions: look at the offers of up to six sellers."""
+
+
+class Sql(Laconic, load_target(str(ENVIRONMENTS / "sql"))):
+    """Answer a question about a store by queries of its databases."""
+
+
+class Textcraft(Laconic, load_target(str(ENVIRONMENTS / "textcraft"))):
+    """Craft an item by recipes that build on each other."""
+
+    max_turns = 5

@@ -1,0 +1,26 @@
+"""The tasks of examples/real, without a model of their size."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import EnvClient
+from agentrl_env.hosting.loader import load_target
+
+TASKS = Path(__file__).parents[3] / "examples" / "real" / "tasks.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "lowest"), [("Shop", "train-2", 6), ("Sql", "train-2", 8), ("Textcraft", "train", 12)]
+)
+async def test_experts_to_imitate_call_without_a_word_and_err(name: str, split: str, lowest: int) -> None:
+    async with EnvClient.local(load_target(f"{TASKS}:{name}")) as client:
+        rewards = []
+        for index in range(24):
+            session = await client.open(name.lower(), split=split, index=index)
+            while not session.status.final:
+                move = await session.expert()
+                assert (move.content, len(move.tool_calls)) == (None, 1)
+                result = await session.step(move)
+            rewards.append(result.reward)
+    assert lowest <= sum(rewards) < 24
