@@ -48,7 +48,7 @@ class Textcraft(Environment):
     )
     max_turns = 60
     expert_noise = 0.0
-    """Probability that the expert errs: it takes a wrong thing, crafts by any recipe, or lists what it has."""
+    """Probability that the expert errs: it takes a wrong thing, follows any recipe, or lists what it has."""
 
     @classmethod
     def samples(cls, split):
