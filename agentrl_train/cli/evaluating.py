@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import closing
@@ -13,16 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentrl_train.config import RunConfig
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
-from agentrl_train.telemetry.progress import Counter
-from agentrl_train.training.evaluation import Evaluation, EvaluationJournal, Evaluations, Tally
+from agentrl_train.telemetry.progress import Counter, Tally
+from agentrl_train.training.evaluation import Evaluation, EvaluationJournal, Evaluations
 from agentrl_train.training.trainer import Trainer
 
 RESULT = "result.json"
 """File of a finished evaluation."""
-SECTIONS = ("model", "environments", "engine", "rollout", "eval")
-"""Sections of the settings on which the results of an evaluation depend."""
 
 
 def evaluate_and_record(trainer: Trainer, *, path: str, output: Path | None) -> Evaluations:
@@ -34,16 +30,14 @@ def evaluate_and_record(trainer: Trainer, *, path: str, output: Path | None) -> 
         output: folder of the episodes; None for ``evaluations/`` of the run, in which an interrupted
             evaluation with the same settings and weights is continued.
     """
-    digest = _digest(trainer.config, path)
+    digest = trainer.config.evaluation_digest(path)
     name = f"{_name(path)}-{digest}"
     folder = output or _unfinished(trainer.folder / "evaluations", name)
     Console().print(f"episodes: {folder}; the same command continues if it is interrupted", soft_wrap=True)
     with closing(Counter("episodes")) as counter:
 
         def show(tally: Tally) -> None:
-            facts = [f"success {tally.successes / tally.sampled:.1%}"] if tally.sampled else []
-            facts += [f"{tally.failed} failed"] * (tally.failed > 0)
-            counter.show(tally.done + tally.failed, tally.total, *facts)
+            counter.show(tally.done + tally.failed, tally.total, *tally.facts)
 
         with EvaluationJournal(folder, model=f"{path}@{digest}", show=show) as journal:
             results = trainer.evaluate(model=path, journal=journal)
@@ -58,15 +52,6 @@ def _name(path: str) -> str:
     parts = Path(path).parts
     of_checkpoint = len(parts) > 1 and parts[-1] == "model" and parts[-2].startswith("step_")
     return parts[-2] if of_checkpoint else parts[-1]
-
-
-def _digest(config: RunConfig, path: str) -> str:
-    """Return a digest of the settings and of the files of the model."""
-    whole = config.model_dump(mode="json")
-    settings = {name: whole[name] for name in SECTIONS}
-    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(json.dumps([settings, path, stats]).encode()).hexdigest()[:8]
 
 
 def _unfinished(parent: Path, name: str) -> Path:

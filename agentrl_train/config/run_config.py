@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +37,8 @@ FIXED = ("train.lora", "model.path", "model.revision")
 """Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
 CRITIC = "algorithm.credit.name"
 """Setting whose value must not become another critic on resume: checkpoints hold the critic of the run."""
+EVALUATED = ("model", "environments", "engine", "rollout", "eval")
+"""Sections on which the results of an evaluation depend."""
 CONTEXTS_FRACTION = 0.05
 """Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
 
@@ -145,6 +149,13 @@ class RunConfig(Section):
         """Return the sampling of evaluations."""
         sampling = self.engine.sampling
         return sampling if self.eval.temperature is None else sampling.at(self.eval.temperature)
+
+    def evaluation_digest(self, path: str) -> str:
+        """Return a digest of the settings of an evaluation, and of the files of the model in ``path``."""
+        settings = self.model_dump(mode="json", include=set(EVALUATED))
+        files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return hashlib.sha256(json.dumps([settings, path, stats]).encode()).hexdigest()[:8]
 
     @property
     def learner_memory_fraction(self) -> float | None:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from agentrl_env.evaluation.statistics import effective_trials, wilson_interval
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
-from agentrl_train.telemetry.progress import Progress
+from agentrl_train.telemetry.progress import Progress, Tally
 from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
 
 SHARES = ("before", "after", "before_greedy", "after_greedy")
@@ -114,6 +114,11 @@ class MetricsLog:
         """Show a message in the progress display."""
         if self._progress is not None:
             self._progress.note(text)
+
+    def evaluating(self, name: str, tally: Tally) -> None:
+        """Show how far an evaluation is."""
+        if self._progress is not None:
+            self._progress.evaluating(name, tally)
 
     def log_evaluation(
         self,

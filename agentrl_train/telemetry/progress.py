@@ -21,6 +21,28 @@ LINE_EVERY_S = 10.0
 """Seconds between two lines of ``Counter`` if the output is not a terminal."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Progress of an evaluation."""
+
+    total: int = 0
+    """Episodes of the evaluation, greedy ones included."""
+    done: int = 0
+    """Episodes with a result."""
+    sampled: int = 0
+    """Those of them that are not greedy."""
+    successes: int = 0
+    """Successful ones among the sampled."""
+    failed: int = 0
+    """Episodes without a result, because infrastructure failed."""
+
+    @property
+    def facts(self) -> list[str]:
+        """Return success so far, and how many episodes failed."""
+        facts = [f"success {_percent(self.successes / self.sampled)}"] if self.sampled else []
+        return facts + [f"{self.failed} failed"] * (self.failed > 0)
+
+
 @dataclass(slots=True)
 class _TaskLine:
     """The displayed values of one task."""
@@ -38,6 +60,7 @@ class Progress:
         console: output; a terminal shows a live table, anything else plain lines.
         first_step: steps trained before this process.
         elapsed_s: time those steps took, which the estimate of the time left excludes.
+        clock: seconds.
     """
 
     def __init__(
@@ -47,6 +70,7 @@ class Progress:
         console: Console | None = None,
         first_step: int = 0,
         elapsed_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
         self._console = console or Console()
@@ -55,6 +79,10 @@ class Progress:
         self._elapsed_s = elapsed_s
         self._metrics: Mapping[str, float] = {}
         self._tasks: dict[str, _TaskLine] = {}
+        self._clock = clock
+        self._held_out: Pace | None = None
+        self._next_line = 0.0
+        self._held_out_line = ""
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
@@ -81,8 +109,22 @@ class Progress:
             self._live.start()
             self._live.update(self._render(), refresh=True)
 
+    def evaluating(self, name: str, tally: Tally) -> None:
+        """Show how far an evaluation is."""
+        if self._held_out is None:
+            self._held_out = Pace(f"held-out episodes, {name}", clock=self._clock)
+            self._next_line = self._clock() + LINE_EVERY_S
+        self._held_out_line = self._held_out.line(tally.done + tally.failed, tally.total, *tally.facts)
+        if self._live is not None:
+            self._live.start()
+            self._live.update(self._render(), refresh=True)
+        elif self._clock() >= self._next_line:
+            self._next_line = self._clock() + LINE_EVERY_S
+            self.note(self._held_out_line)
+
     def evaluation(self, name: str, success: Mapping[str, float | None]) -> None:
         """Show held-out success, task by task."""
+        self._held_out, self._held_out_line = None, ""
         if name == "before":
             for task, value in success.items():
                 self._tasks.setdefault(task, _TaskLine()).before = value
@@ -153,7 +195,8 @@ class Progress:
         facts = Text("  ").join(
             Text.assemble((f"{name} ", "dim"), value) for name, value in self._facts() if name != "left"
         )
-        return Group(head, self._task_table(), facts)
+        evaluation = [Text(self._held_out_line, style="dim")] if self._held_out_line else []
+        return Group(head, self._task_table(), facts, *evaluation)
 
     def _task_table(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -173,6 +216,29 @@ class Progress:
         return table
 
 
+class Pace:
+    """Describes how much work is done, and the time left.
+
+    Args:
+        unit: plural of the unit, such as "episodes".
+        clock: seconds.
+    """
+
+    def __init__(self, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unit = unit
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+
+    def line(self, done: int, total: int, *facts: str) -> str:
+        """Return a line; units that were done at the first call do not count for the time left."""
+        now = self._clock()
+        if self._start is None:
+            self._start = done, now
+        before, since = self._start
+        left = (now - since) / (done - before) * (total - done) if done > before else None
+        return ", ".join([f"{done}/{total} {self._unit}", *facts, f"{_duration(left)} left"])
+
+
 class Counter:
     """Shows the units of work that are done, and the time left: a bar in a terminal, else a line sometimes.
 
@@ -185,11 +251,10 @@ class Counter:
     def __init__(
         self, unit: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._unit = unit
         self._console = console or Console(stderr=True)
         self._clock = clock
-        self._start: tuple[int, float] | None = None
-        self._next_line = 0.0
+        self._pace = Pace(unit, clock=clock)
+        self._next_line = clock()
         columns = (BarColumn(), TextColumn("{task.description}"))
         self._bars = Bars(
             *columns, console=self._console, auto_refresh=False, disable=not self._console.is_terminal
@@ -198,13 +263,7 @@ class Counter:
 
     def show(self, done: int, total: int, *facts: str) -> None:
         """Show the progress; units that were done at the first call do not count for the time left."""
-        now = self._clock()
-        if self._start is None:
-            self._start = done, now
-            self._next_line = now
-        before, since = self._start
-        left = (now - since) / (done - before) * (total - done) if done > before else None
-        line = ", ".join([f"{done}/{total} {self._unit}", *facts, f"{_duration(left)} left"])
+        now, line = self._clock(), self._pace.line(done, total, *facts)
         if self._console.is_terminal:
             self._bars.start()
             self._bars.update(self._bar, total=total, completed=done, description=line, refresh=True)

@@ -385,6 +385,7 @@ def make_run(
             current=evaluator(),
             saved=saved_evaluator(config, served=served, policy=policy, slots=slots, trace=trace),
             every=config.eval.every,
+            label=config.evaluation_digest(config.model.path),
             on=evaluator,
         ),
         checkpoints=config.checkpoint,
@@ -487,22 +488,20 @@ def saved_evaluator(
     if "evaluation" not in config.policies:
         return None
     share = SessionShare(slots, most=config.sessions["evaluation"])
-    play = make_evaluator(
-        config, served=served, policy=policy, slots=share, weights="evaluation", trace=trace
-    )
-    assert play is not None
+    made = partial(make_evaluator, config, served=served, policy=policy, slots=share, trace=trace)
+    play = require_evaluator(made(weights="evaluation"))
 
     def publish(model_folder: Path, step: int) -> None:
         model, _ = load_policy(str(model_folder), dtype=config.model.dtype, revision=config.model.revision)
         weights = dict(model.named_parameters())
         policy.engine.publish(weights, policy_version=step, policies=("evaluation",))
 
-    async def evaluate_checkpoint(model_folder: Path, step: int) -> dict[str, Evaluation]:
+    async def evaluate_saved(folder: Path, step: int, journal: EvaluationJournal) -> dict[str, Evaluation]:
         within_s, doing = config.train.step_timeout_s, f"publishing the weights to evaluate of step {step}"
-        await in_thread(partial(publish, model_folder, step), within_s=within_s, doing=doing)
-        return await play()
+        await in_thread(partial(publish, folder, step), within_s=within_s, doing=doing)
+        return await play(journal=journal)
 
-    return evaluate_checkpoint
+    return evaluate_saved
 
 
 def make_turn(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,12 +17,19 @@ from statistics import fmean
 from typing import Literal, Self
 
 from agentrl_env.evaluation.chat_model import Usage
-from agentrl_env.evaluation.record import EpisodeRecord, EvaluationSettings, RunFile, TurnRecord
+from agentrl_env.evaluation.record import (
+    EpisodeRecord,
+    EvaluationError,
+    EvaluationSettings,
+    RunFile,
+    TurnRecord,
+)
 from agentrl_env.evaluation.statistics import pass_at_k, weighted_sum
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
 from agentrl_train.telemetry.metrics import mean_metrics, success_interval
+from agentrl_train.telemetry.progress import Tally
 from agentrl_train.training.admission import sample_seed
 from agentrl_train.types import Completion, Episode, EpisodeEnd, TaskSource, Trajectory, Turn
 
@@ -156,37 +165,28 @@ class SessionShare:
         self._own.release()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """Progress of an evaluation."""
-
-    total: int = 0
-    """Episodes of the evaluation, greedy ones included."""
-    done: int = 0
-    """Episodes with a result."""
-    sampled: int = 0
-    """Those of them that are not greedy."""
-    successes: int = 0
-    """Successful ones among the sampled."""
-    failed: int = 0
-    """Episodes without a result, because infrastructure failed."""
-
-
 class EvaluationJournal:
     """The episodes of an evaluation on disk, in the files of ``agentrl-env eval``: a folder for each task.
 
     Args:
         folder: the folder, which is created.
         model: name of the policy in the files.
+        replace: delete an evaluation of another policy, or with other settings, where there is one.
         show: called with the tally after each episode.
     """
 
     def __init__(
-        self, folder: Path, *, model: str, show: Callable[[Tally], None] = lambda tally: None
+        self,
+        folder: Path,
+        *,
+        model: str,
+        replace: bool = False,
+        show: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
         self.folder = folder
         self.tally = Tally()
         self._model = model
+        self._replace = replace
         self._show = show
         self._files = ExitStack()
         self._greedy: set[Path] = set()
@@ -216,8 +216,14 @@ class EvaluationJournal:
             seed=seed,
             temperature=temperature,
         )
-        name = f"{task}-greedy" if greedy else task
-        file = self._files.enter_context(RunFile(self.folder / name, settings))
+        folder = self.folder / (f"{task}-greedy" if greedy else task)
+        try:
+            file = self._files.enter_context(RunFile(folder, settings))
+        except EvaluationError:
+            if not self._replace:
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            file = self._files.enter_context(RunFile(folder, settings))
         self._greedy |= {file.path} if greedy else set()
         self._count(file, file.run.counted, total=len(settings.plan()))  # shown with the first episode
         return file
@@ -245,6 +251,19 @@ class EvaluationJournal:
 
     def __exit__(self, *exc: object) -> None:
         self._files.close()
+
+
+def step_folder(evaluations: Path, step: int) -> Path:
+    """Return the folder of the evaluation of a step of a run."""
+    return evaluations / f"step_{step:06d}"
+
+
+def forget_later(evaluations: Path, *, last: int) -> None:
+    """Delete the evaluations of the steps after ``last``, which a resumed run trains again."""
+    for folder in evaluations.glob("step_*"):
+        step = re.fullmatch(r"step_(\d{6,})", folder.name)
+        if step and int(step[1]) > last:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeRecord:

@@ -42,7 +42,13 @@ from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.training.admission import AdmittedGroup
 from agentrl_train.training.curriculum import Curriculum
-from agentrl_train.training.evaluation import Evaluation, Evaluations
+from agentrl_train.training.evaluation import (
+    Evaluation,
+    EvaluationJournal,
+    Evaluations,
+    forget_later,
+    step_folder,
+)
 from agentrl_train.training.loop import Loop
 from agentrl_train.training.observer import Observer
 from agentrl_train.training.step_trainer import TRACK, StepTrainer, by_task
@@ -61,7 +67,7 @@ PROBES = 3
 
 Evaluator = Callable[..., Awaitable[dict[str, Evaluation]]]
 """Evaluates a policy; a ``journal`` keeps the episodes."""
-CheckpointEvaluator = Callable[[Path, int], Awaitable[dict[str, Evaluation]]]
+CheckpointEvaluator = Callable[[Path, int, EvaluationJournal], Awaitable[dict[str, Evaluation]]]
 """Evaluates the model in a folder, as that of a step, beside training."""
 
 
@@ -137,6 +143,8 @@ class HeldOut:
     """Evaluates checkpoints beside training, in place of ``current`` but for the end of the run."""
     every: int = 0
     """Steps between two evaluations; 0 is only at the start and the end."""
+    label: str
+    """Digest of what the results depend on, besides the step."""
     on: Callable[..., Evaluator | None]
     """Returns the evaluation on another number of ``samples`` per task."""
 
@@ -192,6 +200,8 @@ class Run:
             hidden={prompt.task for prompt in policy.prompts if prompt.hidden},
         )
         self._started = time.monotonic()
+        self._evaluations = run.path / "evaluations"
+        forget_later(self._evaluations, last=resumed.step if resumed else 0)
         device = str(policy.learner.device)
         self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
         if resumed:
@@ -395,7 +405,9 @@ class Run:
         for step in sorted(self._unevaluated):
             name = _evaluation_name(step)
             with self._trace.span("trainer/evaluations", f"evaluation {name}"):
-                results = await evaluate(self._folder / "checkpoints" / f"step_{step:06d}" / "model", step)
+                model_folder = self._folder / "checkpoints" / f"step_{step:06d}" / "model"
+                with self._evaluation_journal(name, step) as journal:
+                    results = await evaluate(model_folder, step, journal)
             await self._record_evaluation(name, results, step=step)
             self._unevaluated.discard(step)
 
@@ -423,12 +435,25 @@ class Run:
         """Evaluate the current policy while training waits; return False if interrupted."""
         if self._held_out.current is None:
             return True
-        with self._trace.span(TRACK, f"evaluation {name}"):
-            evaluation = asyncio.ensure_future(self._held_out.current())
+        step = self._loop.window.steps
+        with (
+            self._trace.span(TRACK, f"evaluation {name}"),
+            self._evaluation_journal(name, step) as journal,
+        ):
+            evaluation = asyncio.ensure_future(self._held_out.current(journal=journal))
             if not await self._unless_interrupted(evaluation):
                 return False
-        await self._record_evaluation(name, evaluation.result(), step=self._loop.window.steps)
+        await self._record_evaluation(name, evaluation.result(), step=step)
         return True
+
+    def _evaluation_journal(self, name: str, step: int) -> EvaluationJournal:
+        """Return the journal of an evaluation, with its episodes so far if it was interrupted."""
+        return EvaluationJournal(
+            step_folder(self._evaluations, step),
+            model=f"step {step} of {self._held_out.label}",
+            replace=True,
+            show=partial(self._log.evaluating, name),
+        )
 
     async def _unless_interrupted(self, work: asyncio.Future[Any]) -> bool:
         """Wait for work and raise its error; cancel it and return False if the run is interrupted first."""

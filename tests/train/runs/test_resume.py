@@ -59,7 +59,7 @@ def test_interrupted_run_stops_cleanly_and_prints_resume_command(tmp_path: Path)
     assert (run / "report.html").exists()
 
 
-def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Path) -> None:
+def test_resumed_run_continues_the_evaluation_in_which_it_was_killed(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     options = ("run.steps=4", "checkpoint.every=2", "checkpoint.keep=3", "eval.every=2", "eval.samples=2")
     options = (*options, "environments.0.eval_split=train")
@@ -70,8 +70,17 @@ def test_resumed_run_repeats_the_evaluation_in_which_it_was_killed(tmp_path: Pat
     evaluations = run / "evaluations.jsonl"
     before, *_ = evaluations.read_text().splitlines(keepends=True)
     evaluations.write_text(before)
+    interrupted, later = (run / f"evaluations/step_00000{n}/babble/episodes.jsonl" for n in (2, 4))
+    played = interrupted.read_text().splitlines(keepends=True)
+    assert len(played) == 3  # the settings and two episodes
+    interrupted.write_text("".join(played[:2]))
+    of_other_weights = later.read_text()
     done = finish(config, *options, resume=True)
     assert done.returncode == 0, done.stderr
+    again = interrupted.read_text().splitlines(keepends=True)
+    assert again[:2] == played[:2]
+    assert len(again) == 3
+    assert not set(later.read_text().splitlines()[1:]) & set(of_other_weights.splitlines())
     lines = [json.loads(line) for line in evaluations.read_text().splitlines()]
     assert [line["name"] for line in lines] == ["before", "step 2", "after"]
     best = json.loads((run / "best" / "evaluation.json").read_text())

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from agentrl_train.telemetry.progress import Counter
+from agentrl_train.telemetry.progress import Counter, Progress, Tally
 
 
 def counted(clock: list[float], *, terminal: bool = False) -> tuple[Counter, io.StringIO]:
@@ -45,3 +45,28 @@ def test_terminal_shows_a_bar() -> None:
     counter.close()
     assert "\u2501" in file.getvalue()
     assert "1/4 episodes, success 100.0%, 0:06 left" in file.getvalue()
+
+
+def test_long_evaluation_of_a_run_says_how_far_it_is() -> None:
+    clock, file = [0.0], io.StringIO()
+    console = Console(file=file, width=200)
+    progress = Progress(total_steps=10, console=console, clock=lambda: clock[0])
+    for second in range(31):
+        clock[0] = float(second)
+        tally = Tally(total=70, done=2 * second, sampled=second, successes=second // 2, failed=second // 10)
+        progress.evaluating("before", tally)
+    progress.evaluation("before", {"shop": 0.5})
+    assert file.getvalue().splitlines() == [
+        "21/70 held-out episodes, before, success 50.0%, 1 failed, 0:23 left",
+        "42/70 held-out episodes, before, success 50.0%, 2 failed, 0:13 left",
+        "63/70 held-out episodes, before, success 50.0%, 3 failed, 0:03 left",
+        "held-out success, before: shop 50.0%",
+    ]
+
+
+def test_terminal_shows_an_evaluation_below_the_steps() -> None:
+    file = io.StringIO()
+    progress = Progress(total_steps=10, console=Console(file=file, force_terminal=True, width=200))
+    progress.evaluating("before", Tally(total=60, done=6, sampled=4, successes=1))
+    progress.close()
+    assert "6/60 held-out episodes, before, success 25.0%" in file.getvalue()

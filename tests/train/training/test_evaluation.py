@@ -123,9 +123,9 @@ class Interrupted(Exception):
     """Ends an evaluation in the middle."""
 
 
-async def played(engine, folder: Path, *, attempts: int = 2, greedy: bool = False, show=lambda tally: None):
+async def played(engine, folder: Path, *, attempts: int = 2, greedy: bool = False, **options):
     async with Countdown.local() as client:
-        with EvaluationJournal(folder, model="policy", show=show) as journal:
+        with EvaluationJournal(folder, model="policy", **options) as journal:
             return await evaluate(
                 make_actor(engine, client, environment_retries=0),
                 samples={TASK: [0, 1, 2]},
@@ -188,6 +188,10 @@ async def test_other_settings_do_not_continue_an_evaluation(tmp_path: Path):
     await played(ScriptedEngine(CHAT, always(DOWN)), tmp_path, attempts=1)
     with pytest.raises(EvaluationError, match=r"other settings \(attempts\)"):
         await played(ScriptedEngine(CHAT, always(DOWN)), tmp_path, attempts=2)
+    engine = ScriptedEngine(CHAT, always(DOWN))
+    results = await played(engine, tmp_path, attempts=2, replace=True)
+    assert len(read_run(tmp_path / TASK).counted) == 6
+    assert len(engine.calls) == sum(len(one.turns) for one in results[TASK].trajectories)
 
 
 async def test_recorded_episodes_are_those_of_agentrl_env_eval(tmp_path: Path):
