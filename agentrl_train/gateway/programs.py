@@ -186,6 +186,8 @@ class AgentProgram:
         return environment | {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
             "AGENTRL_SAMPLE": str(sample_file),
             "PATH": path,
         }

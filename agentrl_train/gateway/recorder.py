@@ -175,6 +175,17 @@ class Recorder:
         conversation.calls.append(call)
         return call, False
 
+    def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+        """Return the number of tokens in front of the answer to these messages.
+
+        Raises:
+            Exception: the template refuses the messages, mostly with one of ``chat.REFUSALS``.
+        """
+        before = self._continued([self._key(message) for message in messages], tools, None)
+        if before is None:
+            return len(self._chat.opening(messages, tools))
+        return len(before.tokens) + len(self._reply(_with_ids(messages, before)[before.end :], before))
+
     def finish(self, call: Call, completion: Completion, *, stop: Sequence[str] = ()) -> None:
         """Record the completion of a call; it is cut after the first of the texts in ``stop``."""
         if call not in call.conversation.calls:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server: sessions of agent programs, in front of one engine.
+"""The server of the APIs of OpenAI and Anthropic: sessions of agent programs, in front of one engine.
 
 A session is one rollout. Its key is in the path, ``/s/KEY/v1``, which is a ``base_url`` for every client, or
 is the API key of ``/v1``; calls without a key share a session where any key opens one. The server runs on
@@ -14,7 +14,17 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from secrets import token_urlsafe
 from typing import Annotated, Any, TypeVar
 
@@ -32,6 +42,7 @@ from agentrl_train.actor import NO_TOKENS, Sampler
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
+from agentrl_train.gateway import messages as anthropic
 from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields
 from agentrl_train.gateway.errors import (
     ContextTooLong,
@@ -42,6 +53,7 @@ from agentrl_train.gateway.errors import (
     Unauthorized,
     UnknownSession,
 )
+from agentrl_train.gateway.messages import MessageAnswer, MessagesRequest
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
 from agentrl_train.tool_calls.turn import without_surrogates
@@ -125,13 +137,8 @@ class Session:
             await asyncio.sleep(NOTICE_S)
         agent = request.headers.get(AGENT_HEADER)
         self._raise_if_closed()
-        try:
+        with _refusals():
             call, _ = self.recorder.begin(messages, tools, options=options, retried=retried, agent=agent)
-        except Exception as error:  # templates raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(
-                f"the chat template of the policy cannot render the messages ({reason})", param="messages"
-            ) from error
         for other, task in self._answers.items():
             if other not in other.conversation.calls:
                 task.cancel()  # the conversation went on without its answer
@@ -147,6 +154,11 @@ class Session:
             self._bodies.remove(body)
         self._raise_if_closed()
         return call
+
+    def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
+        """Return the number of tokens in front of an answer. Raises ``InvalidRequest``."""
+        with _refusals():
+            return self.recorder.count(messages, tools)
 
     def reward(self, given: Reward) -> None:
         """Add a reward and metrics. Raises ``InvalidRequest`` before the first answer."""
@@ -248,6 +260,18 @@ class Session:
             await asyncio.wait((gone,))
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what a chat template raises, which is anything, as ``InvalidRequest``."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidRequest(
+            f"the chat template of the policy cannot render the messages ({reason})", param="messages"
+        ) from error
+
+
 class Gateway:
     """The server. An asynchronous context: it answers within, and has stopped after it.
 
@@ -338,11 +362,14 @@ class Gateway:
         calls: Mapping[str, tuple[str, Callable[[Request, Session], Awaitable[Response]]]] = {
             "/chat/completions": ("POST", self._chat_completions),
             "/responses": ("POST", self._responses),
+            "/messages": ("POST", self._messages),
+            "/messages/count_tokens": ("POST", self._count_tokens),
             "/reward": ("POST", self._reward),
             "/end": ("POST", self._end),
         }
         routes = []
-        for prefix in ("/s/{key}/v1", "/v1"):
+        # Anthropic's clients append /v1, also to a base_url that has it.
+        for prefix in ("/s/{key}/v1", "/v1", "/s/{key}/v1/v1", "/v1/v1"):
             for path, (method, answer) in calls.items():
                 routes.append(Route(prefix + path, self._within_session(answer), methods=[method]))
             routes.append(Route(prefix + "/models", self._models))
@@ -361,10 +388,11 @@ class Gateway:
         return handle
 
     def _session(self, request: Request) -> Session:
-        bearer = _BEARER.sub("", request.headers.get("authorization", "")).strip()
+        stated = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+        bearer = _BEARER.sub("", stated).strip()
         key = request.path_params.get("key")
         if self._token is not None and bearer != self._token:
-            raise Unauthorized("the API key is not the token of this gateway: set OPENAI_API_KEY to it")
+            raise Unauthorized("the API key is not the token of this gateway: use it as the client's API key")
         key = key or (bearer if self._token is None else "") or (SHARED if self._unknown else "")
         if key in self._closed:
             raise SessionClosed(f"the session {key!r} is closed: its episode is over")
@@ -402,7 +430,21 @@ class Gateway:
         session.keep(answer.id, [*messages[bool(asked.instructions) :], call.message])
         if not asked.stream:
             return JSONResponse(answer.body())
-        return _stream(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in answer.events())
+        return _stream(_events(answer.events()))
+
+    async def _messages(self, request: Request, session: Session) -> Response:
+        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS)
+        asked.check()
+        session.check_sampling(asked)
+        call = await session.answer(
+            asked.conversation, asked.specs, limit=asked.max_tokens, stop=asked.stops, request=request
+        )
+        answer = MessageAnswer(call, request=asked, chat=session.chat)
+        return _stream(_events(answer.events())) if asked.stream else JSONResponse(answer.body())
+
+    async def _count_tokens(self, request: Request, session: Session) -> Response:
+        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS)
+        return JSONResponse({"input_tokens": session.count(asked.conversation, asked.specs)})
 
     async def _reward(self, request: Request, session: Session) -> Response:
         session.reward(await _parsed(request, Reward))
@@ -450,6 +492,12 @@ def _finite(text: str) -> float:
     return number
 
 
+def _events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield events as server-sent events with their names."""
+    for one in events:
+        yield f"event: {one['type']}\ndata: {json.dumps(one)}\n\n"
+
+
 def _stream(lines: Iterator[str] | Sequence[str]) -> Response:
     async def content() -> AsyncIterator[str]:
         for line in lines:
@@ -458,23 +506,24 @@ def _stream(lines: Iterator[str] | Sequence[str]) -> Response:
     return StreamingResponse(content(), media_type="text/event-stream")
 
 
+def _failed(request: Request, error: GatewayError, *, status: int | None = None) -> Response:
+    status = status or error.status
+    of_anthropic = "/messages" in request.url.path
+    body = anthropic.error_body(error, status=status) if of_anthropic else error.body()
+    return JSONResponse(body, status_code=status)
+
+
 async def _error(request: Request, error: GatewayError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
+    return _failed(request, error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
-        message += "; the base_url is /s/KEY/v1, with chat/completions, responses, models and reward below it"
-    body = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": None,
-    }
-    return JSONResponse({"error": body}, status_code=error.status_code)
+        message += "; below the base_url, /s/KEY/v1, are chat/completions, responses, messages and models"
+    return _failed(request, InvalidRequest(message), status=error.status_code)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     logger.exception("a request of %s failed", request.url.path, exc_info=error)
-    return JSONResponse(GatewayError(f"{type(error).__name__}: {error}").body(), status_code=500)
+    return _failed(request, GatewayError(f"{type(error).__name__}: {error}"))

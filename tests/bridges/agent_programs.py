@@ -18,6 +18,7 @@ from agents import (
     ToolsToFinalOutputResult,
     set_tracing_disabled,
 )
+from anthropic import AsyncAnthropic
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
@@ -94,6 +95,42 @@ async def _streamed(model: AsyncOpenAI, asked: dict[str, Any]) -> ChatCompletion
     return ChatCompletionMessage.model_validate(
         {"role": "assistant", "content": text or None, "tool_calls": calls or None}
     )
+
+
+async def anthropic_sdk(base_url: str, sample: TaskSample) -> float:
+    """Play with Anthropic's SDK, in the usual loop; every second answer is streamed."""
+    async with AsyncAnthropic(base_url=base_url, api_key="none") as model, playing(sample) as played:
+        messages: list[Any] = [{"role": "user", "content": played.prompt}]
+        functions = [tool.function for tool in played.session.tools]
+        tools = [
+            {"name": one.name, "description": one.description, "input_schema": one.parameters}
+            for one in functions
+        ]
+        while not played.over:
+            asked: dict[str, Any] = {
+                "model": "policy",
+                "max_tokens": 400,
+                "messages": messages,
+                "tools": tools,
+            }
+            if len(messages) % 4 == 1:
+                async with model.messages.stream(**asked) as stream:
+                    answer = await stream.get_final_message()
+            else:
+                answer = await model.messages.create(**asked)
+            messages.append({"role": "assistant", "content": answer.content})
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": await played.call(block.name, json.dumps(block.input)),
+                }
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            text = "".join(block.text for block in answer.content if block.type == "text")
+            messages.append({"role": "user", "content": results or await played.step(text)})
+        return played.reward
 
 
 async def _agents_sdk(base_url: str, sample: TaskSample, model_class: Any, *, streamed: bool) -> float:

@@ -1,4 +1,4 @@
-"""Programs on the OpenAI SDK, the OpenAI Agents SDK and LangGraph are trained through the gateway."""
+"""Programs on the SDKs of OpenAI and Anthropic, the Agents SDK and LangGraph are trained as they are."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ EXAMPLE = ROOT / "examples/agent-program/train.toml"
 pytestmark = [
     pytest.mark.bridges,
     pytest.mark.skipif(
-        not all(map(find_spec, ("openai", "agents", "langgraph", "langchain_openai"))),
+        not all(map(find_spec, ("openai", "agents", "anthropic", "langgraph", "langchain_openai"))),
         reason="needs the extra [agents]: make bridges",
     ),
 ]
@@ -40,7 +40,7 @@ def test_command_of_the_example_is_trained(tmp_path: Path) -> None:
     assert not (tmp_path / "agent-program/failures.jsonl").exists()
 
 
-@pytest.mark.parametrize("program", ["openai_sdk", "agents_sdk_streamed"])
+@pytest.mark.parametrize("program", ["openai_sdk", "agents_sdk_streamed", "anthropic_sdk"])
 def test_program_is_trained_for_a_step(program: str, tmp_path: Path) -> None:
     (step,) = train(
         tmp_path,
