@@ -40,6 +40,7 @@ _MODULES = {
     "ToolError": "agentrl_env.errors",
     "ToolSpec": "agentrl_env.types",
     "WireError": "agentrl_env.errors",
+    "Wording": "agentrl_env.wording",
     "read_jsonl": "agentrl_env.dataset",
     "tool": "agentrl_env.tools",
 }
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from agentrl_env.types import TaskSample as TaskSample
     from agentrl_env.types import ToolCall as ToolCall
     from agentrl_env.types import ToolSpec as ToolSpec
+    from agentrl_env.wording import Wording as Wording
 else:
 
     def __getattr__(name: str) -> object:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from agentrl_env.author_code import place
 from agentrl_env.errors import DefinitionError
 from agentrl_env.tools import is_seconds, is_tool, toolset
+from agentrl_env.wording import Wording
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tool_timeout": (is_seconds, "seconds above 0"),
     "reset_timeout": (is_seconds, "seconds above 0"),
     "blocking": (lambda value: isinstance(value, bool), "True or False"),
+    "wording": (lambda value: isinstance(value, Wording), "a Wording"),
 }
 """The class attributes that configure a task: what each may be, in code and in words."""
 _HOOKS = (

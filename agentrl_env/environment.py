@@ -15,6 +15,7 @@ from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import NotSupported
 from agentrl_env.tools import Reply, toolset
 from agentrl_env.types import Message, TaskSample, ToolSpec
+from agentrl_env.wording import NO_TOOL_CALL, Wording
 
 if TYPE_CHECKING:
     from agentrl_env.bridges.trl import TrlEpisode
@@ -50,6 +51,8 @@ class Environment(ABC):
     """Characters that the answers to one message, or the opening, may have; what exceeds them is cut."""
     blocking: ClassVar[bool] = True
     """True if plain methods may block; False runs them on the event loop, for quick pure Python."""
+    wording: ClassVar[Wording] = Wording()
+    """The texts that a file can replace: messages, the descriptions of tools, and answers."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,7 +69,7 @@ class Environment(ABC):
     def respond(self, text: str) -> Any:
         """Answer an assistant turn without a tool call; same return values as a tool."""
         names = toolset(type(self)).names
-        return Reply(f"Call one of the tools: {names}.", metrics={"invalid_calls": 1.0})
+        return Reply(self.wording.text(NO_TOOL_CALL, tools=names), metrics={"invalid_calls": 1.0})
 
     def answer_message(self, message: Message) -> Any:
         """Answer a whole assistant message, tool calls included; same return values as a tool.

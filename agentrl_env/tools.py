@@ -141,6 +141,8 @@ class Toolset:
         self.answers = overrides is not None and overrides("answer_message")
         """True if the task answers whole messages itself."""
         self.specs = tuple(tool.spec for tool in self.tools.values())
+        if wording := getattr(environment, "wording", None):
+            self.specs = wording.tools(self.specs)
         self.names = ", ".join(self.tools) or "none"
 
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:

@@ -34,7 +34,7 @@ LAYERS = {
         {"author_code", "ecma_pattern"},
         {"types", "errors"},
         {"wire"},
-        {"schema", "fast_wire", "dataset"},
+        {"schema", "fast_wire", "dataset", "wording"},
         {"json_schema"},
         {"tools"},
         {"definition"},
