@@ -13,7 +13,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, Wording, tool
 from agentrl_env.errors import DefinitionError
 
 from .workers import Engine
@@ -51,6 +51,11 @@ class Alfworld(Environment):
 
     splits = _splits()
     max_turns = MAX_ACTIONS
+    wording = Wording(
+        os.environ.get("ALFWORLD_WORDING"),
+        opening="{observation}\nAVAILABLE ACTIONS: {actions}",
+        reply="{observation}\nAVAILABLE ACTIONS: {actions}",
+    )
     tool_timeout = reset_timeout = 300.0
     expert_noise = 0.0
     """Probability with which the expert, who knows where things are, goes to any of the places instead."""
@@ -74,8 +79,8 @@ class Alfworld(Environment):
     def reset(self, sample, rng):
         self.data, self.taken, self.invalid = dict(sample.data), [], 0
         seen = self._begin()
-        # The first paragraph is a banner.
-        return self._show(seen["text"].partition("\n\n")[2].strip(), seen)
+        observation = "\n".join(seen["text"].split("\n\n")[1:]).strip()  # the first paragraph is a banner
+        return self.wording.opening(observation=observation, actions="\n".join(self.commands))
 
     @tool
     def take_action(self, action: str):
@@ -97,7 +102,9 @@ class Alfworld(Environment):
             seen = {"text": "Nothing happens.", "commands": self.commands, "won": False}
         if seen["won"]:
             return Done(seen["text"], reward=1.0)
-        return Reply(self._show(seen["text"], seen), metrics={"invalid_calls": float(not admissible)})
+        self.commands = seen["commands"]
+        text = self.wording.text("reply", observation=seen["text"], actions="\n".join(self.commands))
+        return Reply(text, metrics={"invalid_calls": float(not admissible)})
 
     def close(self):
         if self.player is not None:
@@ -135,10 +142,6 @@ class Alfworld(Environment):
             seen = self.player.call("generate", self.data["split"], self.data["level"], self.data["number"])
         self.plan, self.commands = seen["plan"], seen["commands"]
         return seen
-
-    def _show(self, text, seen):
-        self.commands = seen["commands"]
-        return f"{text}\nAVAILABLE ACTIONS: " + "\n".join(self.commands)
 
 
 def _data_folder() -> Path:

@@ -10,7 +10,7 @@ import logging
 import os
 from functools import cache
 
-from agentrl_env import Done, Environment, Message, ToolCall, tool
+from agentrl_env import Done, Environment, Message, ToolCall, Wording, tool
 
 from . import generator, official
 from .grading import flat, same_answers, same_contents
@@ -23,6 +23,9 @@ URL = os.environ.get("DBBENCH_URL", "")
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
           for split in generator.COUNT}  # fmt: skip
 MAX_ROWS = 50
+"""Maximum number of rows of the table that is shown."""
+MAX_READ = 200
+"""Maximum number of rows that are read. In ``{rows}``, fewer exceed MAX_CHARS."""
 MAX_CHARS = 800
 """Maximum length of the result that is shown, as in AgentBench."""
 FILES = official.files(os.environ.get("DBBENCH_DATA", ""), taken=LEVELS)
@@ -42,6 +45,16 @@ class Dbbench(Environment):
 
     splits = (*LEVELS, *FILES)
     max_turns = 15
+    wording = Wording(
+        os.environ.get("DBBENCH_WORDING"),
+        opening=("{request}\n{tables} ({dialect})", "question", "evidence", "notes"),
+        evidence="{evidence}\n",
+        notes="{notes}\n",
+        result=("{table}", "rows"),
+        no_rows=("no rows", "rows"),
+        changed=("{changed} rows changed", "rows"),
+        cut="\n(cut off)",
+    )
     server: Server | None = None
     database = None
     expert_noise = 0.0
@@ -74,8 +87,16 @@ class Dbbench(Environment):
         if self.problem.gold and (self.problem.writes or self.right is None):
             rows, self.target = solve(self.problem)
             self.right = flat(rows)
+        problem, text = self.problem, self.wording.text
         tables = "\n".join(map(str, self.database.tables))
-        return f"{self.problem.question}\n{tables} ({self.database.dialect})"
+        return self.wording.opening(
+            request="\n".join(filter(None, (problem.question, problem.evidence, problem.notes))),
+            question=problem.question,
+            evidence=text("evidence", evidence=problem.evidence) if problem.evidence else "",
+            notes=text("notes", notes=problem.notes or tables),
+            tables=tables,
+            dialect=self.database.dialect,
+        )
 
     @tool
     def execute_sql(self, query: str):
@@ -84,17 +105,16 @@ class Dbbench(Environment):
         Args:
             query: One SELECT, INSERT, UPDATE or DELETE statement.
         """
-        names, rows, changed = self.database.run(query, MAX_ROWS + 1)
+        names, rows, changed = self.database.run(query, MAX_READ)
         self.seen, self.ran = [str(value) for value in flat(rows)], self.ran + 1
+        wording, listed = self.wording, str([tuple(row) for row in rows])
         if not names:
-            return f"{max(changed, 0)} rows changed"
-        if not rows:
-            return "no rows"
-        lines = [
-            " | ".join("NULL" if v is None else str(v) for v in row) for row in (names, *rows[:MAX_ROWS])
-        ]
-        text = "\n".join(lines + ["(more rows left out)"] * (len(rows) > MAX_ROWS))
-        return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut off)"
+            text = wording.text("changed", changed=max(changed, 0), rows=listed)
+        elif not rows:
+            text = wording.text("no_rows", rows=listed)
+        else:
+            text = wording.text("result", table=_as_table(names, rows), rows=listed)
+        return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + wording.text("cut")
 
     @tool
     def commit_final_answer(self, answers: list[str]):
@@ -155,3 +175,8 @@ class Dbbench(Environment):
         contents = self.database.contents()
         exact = self.target is not None and same_contents(self.target, contents)
         return exact or official.right_table(self.problem, contents)
+
+
+def _as_table(names, rows):
+    lines = [" | ".join("NULL" if v is None else str(v) for v in row) for row in (names, *rows[:MAX_ROWS])]
+    return "\n".join(lines + ["(more rows left out)"] * (len(rows) > MAX_ROWS))

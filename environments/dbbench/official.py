@@ -82,8 +82,6 @@ def problem(record: Any) -> Problem:
     tables = [_table(table) for table in (tables if isinstance(tables, list) and tables else [tables])]
     if len({table.name.lower() for table in tables}) < len(tables):
         raise Unusable("two of its tables have one name")
-    for key in ("evidence", "add_description"):
-        question += f"\n{added}" if (added := _text(record, key)) else ""
     label, sql = _label(record), _sql(record)
     kinds = " ".join(map(str, flat(record.get("type") or ""))).upper()
     changes = [v.strip().rstrip("; ") for v in label or [] if isinstance(v, str) and WRITE.match(v)]
@@ -92,6 +90,8 @@ def problem(record: Any) -> Problem:
     hashed = HASH.search(str(record.get("answer_md5") or "").lower())
     found = Problem(
         question=question,
+        evidence=_text(record, "evidence"),
+        notes=_text(record, "add_description"),
         tables=tables,
         writes=writes,
         gold=(written or sql) if writes else sql,

@@ -31,6 +31,10 @@ class Problem:
     question: str
     tables: list[Table]
     writes: bool
+    evidence: str = ""
+    """A fact that the question needs."""
+    notes: str = ""
+    """What AgentBench's file says about the tables."""
     gold: str | None = None
     """SQL that answers the question or makes the change."""
     label: list[Value] | None = None

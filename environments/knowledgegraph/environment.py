@@ -12,7 +12,7 @@ import os
 import re
 from threading import Lock
 
-from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, tool
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, Wording, tool
 
 from . import sparql
 from .official import grade, read_questions
@@ -41,6 +41,14 @@ class Knowledgegraph(Environment):
 
     splits = _splits()
     max_turns = 15
+    wording = Wording(
+        os.environ.get("KNOWLEDGEGRAPH_WORDING"),
+        opening=f"{INSTRUCTIONS}\n\nQuestion: {{question}}\nEntities: [{{entities}}]",
+        names="[{names}]",
+        variable="Variable #{number}, which are instances of {type}.",
+        count="Variable #{number}, which is a number.",
+        no_tool_call="Call a tool, or write 'Final Answer: #id' if a variable is the answer.",
+    )
     reset_timeout = 300.0
     expert_noise = 0.0
     """Probability with which the expert follows another relation, whose variable it takes for the answer."""
@@ -90,8 +98,7 @@ class Knowledgegraph(Environment):
         for _, arguments in self.gold:
             known |= {part for part in arguments[:1] if sparql.IDENTIFIER.fullmatch(part)}
         self.known = sorted(known)
-        entities = ", ".join(self.names)
-        return f"{INSTRUCTIONS}\n\nQuestion: {data['question']}\nEntities: [{entities}]"
+        return self.wording.opening(question=data["question"], entities=", ".join(self.names))
 
     @tool
     def get_relations(self, variable: str):
@@ -175,8 +182,7 @@ class Knowledgegraph(Environment):
     def respond(self, text):
         final = FINAL.search(text)
         if final is None:
-            note = "Call a tool, or write 'Final Answer: #id' if a variable is the answer."
-            return Reply(note, metrics={"invalid_calls": 1.0})
+            return Reply(self.wording.text("no_tool_call"), metrics={"invalid_calls": 1.0})
         number = int(final[1][:9])
         if number >= len(self.variables):
             return Reply(f"There is no variable #{number}.", metrics={"invalid_calls": 1.0})
@@ -269,11 +275,13 @@ class Knowledgegraph(Environment):
             raise ToolError("This variable would be too complex. Find a shorter way to the answer.")
         self.variables.append((variable, kind))
         self._done(name, *arguments, made=f"#{len(self.variables) - 1}")
-        what = "is a number" if name == "count" else f"are instances of {kind}"
-        return f"Variable #{len(self.variables) - 1}, which {what}."
+        number = len(self.variables) - 1
+        if name == "count":
+            return self.wording.text("count", number=number)
+        return self.wording.text("variable", number=number, type=kind)
 
     def _list(self, found):
-        return f"[{', '.join(_visible(found))}]"
+        return self.wording.text("names", names=", ".join(_visible(found)))
 
     def _ask(self, query):
         try:

@@ -12,11 +12,12 @@ import re
 import shlex
 import tarfile
 import threading
+from dataclasses import replace
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
-from agentrl_env import Done, Environment, Message, TaskSample, ToolCall, tool
+from agentrl_env import Done, Environment, Message, TaskSample, ToolCall, Wording, tool
 from agentrl_env.errors import SandboxFailed, SandboxUnavailable
 from agentrl_env.sandbox import open_sandbox
 
@@ -31,7 +32,9 @@ LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, 
 FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""), taken=LEVELS)
 """AgentBench's file, or its folder; each file is a split."""
 MAX_CHARS = 800
-"""Maximum length of an output that is shown, as in AgentBench."""
+"""Maximum length of an output that is shown whole, as in AgentBench."""
+SHOWN = 780
+"""Length of the part of a longer output that is shown, as in AgentBench."""
 MAX_ANSWER = 4000
 KILLS_ALL = ("timeout", "output", "pids")
 """Limits for which a sandbox kills the problem's own programs too; they are then started again."""
@@ -121,6 +124,13 @@ class OsInteraction(Environment):
     name = "os_interaction"
     splits = (*LEVELS, *FILES)
     max_turns = 8
+    wording = Wording(
+        os.environ.get("OS_INTERACTION_WORDING"),
+        opening="{question}",
+        output=("{result}", "output"),
+        no_output="{result}",
+        cut="\n(cut off)",
+    )
     tool_timeout = reset_timeout = 300.0
     box = None
     expert_noise = 0.0
@@ -161,7 +171,7 @@ class OsInteraction(Environment):
         if self.problem.start:
             done, _ = self._in_shell(self.problem.start)
             _check_not_killed(done, "start")
-        return self.problem.question
+        return self.wording.opening(question=self.problem.question)
 
     @tool
     def bash_action(self, script: str):
@@ -176,7 +186,7 @@ class OsInteraction(Environment):
             return Done(f"{done.text}\nThe machine has died of it.")
         if done.killed_by in KILLS_ALL:
             self._start(self.box)
-        text = done.text if len(done.text) <= MAX_CHARS else f"{done.text[:MAX_CHARS]}\n(cut off)"
+        text = self._described(done)
         return f"{text}\n(The shell has ended. The next script runs in a new one.)" if ended else text
 
     @tool
@@ -226,6 +236,16 @@ class OsInteraction(Environment):
             return Message.assistant("It is done.", ToolCall.of("finish_action", thought="It is done."))
         text = "none" if slip else (self.example or self.seen or problem.answer or "").strip()
         return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
+
+    def _described(self, done):
+        """Return a result as text: ``{result}`` has the exit code, ``{output}`` does not."""
+        if not (done.stdout.strip() or done.stderr.strip() or done.note):
+            return self.wording.text("no_output", result=done.text)
+        result, output = (
+            text if len(text) <= MAX_CHARS else text[:SHOWN] + self.wording.text("cut")
+            for text in (done.text, replace(done, code=0).text)
+        )
+        return self.wording.text("output", result=result, output=output)
 
     def _in_shell(self, script):
         """Run a script in the agent's shell; return the result, and True if the shell has ended."""

@@ -11,18 +11,39 @@ import threading
 from dataclasses import asdict
 from functools import lru_cache
 
-from agentrl_env import Done, Environment, Message, ToolCall, tool
+from agentrl_env import Done, Environment, Message, Reply, ToolCall, ToolError, Wording, tool
 
 from .catalogue import generate_goals, generate_products
 from .official import open_official, split_goals
 from .reward import grade, same
 from .store import Store, content_words
-from .visit import BACK, BUY, NEXT, PAGE_SIZE, PREVIOUS, Visit, as_text, click, page_of, search
+from .visit import (
+    BACK,
+    BUY,
+    NEXT,
+    PAGE_SIZE,
+    PREVIOUS,
+    Visit,
+    as_text,
+    as_webshop,
+    available_actions,
+    click,
+    page_of,
+    search,
+)
 
 NUM_PRODUCTS = int(os.environ.get("WEBSHOP_PRODUCTS", 100_000))
 OFFICIAL = os.environ.get("WEBSHOP_DATA")
 """Folder of WebShop's official files; without it the catalogue is generated."""
 LEVELS = 1 if OFFICIAL else 3
+_SHOWN = ("page", "observation", "available_actions")
+"""Fields of a page. The last two describe it as WebShop does."""
+TEXTS = {
+    "opening": ("{page}", *_SHOWN),
+    "page": ("{page}", "action", *_SHOWN),
+    "refused": ("{reason}", "action", *_SHOWN),
+    "no_tool_call": ("Call one of the tools: search_action, click_action.", *_SHOWN),
+}
 
 _opening = threading.Lock()
 
@@ -53,6 +74,7 @@ class Webshop(Environment):
         for name in ("train", "validation", "test")
     )
     max_turns = 20
+    wording = Wording(os.environ.get("WEBSHOP_WORDING"), **TEXTS)
     reset_timeout = 3600.0 if OFFICIAL else 120.0
     expert_noise = 0.0
     """Probability with which the expert clicks anything on the page, if there is anything to click."""
@@ -82,7 +104,7 @@ class Webshop(Environment):
         self.goal = sample.data
         self.visit = Visit()
         self.reward = None
-        return self._page()
+        return self.wording.opening(**self._shown())
 
     @tool
     def search_action(self, keywords: str):
@@ -91,8 +113,12 @@ class Webshop(Environment):
         Args:
             keywords: Words that describe the article, such as "wireless headphones black".
         """
-        search(self.visit, keywords, shop(), ranked=bool(OFFICIAL))
-        return self._page()
+        action = f"search[{keywords}]"
+        try:
+            search(self.visit, keywords, shop(), ranked=bool(OFFICIAL))
+        except ToolError as error:
+            return self._answer("refused", action, reason=str(error))
+        return self._answer("page", action)
 
     @tool
     def click_action(self, value: str):
@@ -101,14 +127,20 @@ class Webshop(Environment):
         Args:
             value: What stands in brackets on the page, without the brackets, such as "Next >" or "Buy Now".
         """
-        store = shop()
-        click(self.visit, value, store)
+        store, action = shop(), f"click[{value}]"
+        try:
+            click(self.visit, value, store)
+        except ToolError as error:
+            return self._answer("refused", action, reason=str(error))
         if not self.visit.bought:
-            return self._page()
+            return self._answer("page", action)
         bought, target = store.get(self.visit.asin), store.get(self.goal["asin"])
         self.reward = grade(bought, self.visit.chosen, self.goal, target)
         paid = self.reward.score if OFFICIAL else self.reward.product
         return Done("Thank you for shopping with us.", reward=paid)
+
+    def respond(self, text):
+        return Reply(self._answer("no_tool_call"), metrics={"invalid_calls": 1.0})
 
     def score(self):
         if self.reward is None:
@@ -132,8 +164,17 @@ class Webshop(Environment):
     def restore(self, state):
         self.goal, self.visit, self.reward = state["goal"], Visit(**state["visit"]), None
 
-    def _page(self):
-        return self.show(page_of(self.visit, shop()), self.goal["instruction"])
+    def _answer(self, name, action="", **fields):
+        return self.wording.text(name, action=action, **self._shown(), **fields)
+
+    def _shown(self):
+        """Return the fields of the texts for the page that the customer is on."""
+        page, instruction = page_of(self.visit, shop()), self.goal["instruction"]
+        return {
+            "page": self.show(page, instruction),
+            "observation": as_webshop(page, self.visit, instruction, shop()),
+            "available_actions": available_actions(page),
+        }
 
     def _next_call(self):
         store, visit = shop(), self.visit

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from agentrl_env import ClientSession, EnvClient, ToolCall, WireError
+from agentrl_env import ClientSession, EnvClient, ToolCall, WireError, Wording
 
-from .environment import Webshop
+from .environment import TEXTS, Webshop
 from .visit import Page
 
 MAX_VISITS = 1000
@@ -62,6 +62,7 @@ class WebshopPages(Webshop):
     """Buy what the instruction asks for; the pages are HTML."""
 
     name = "webshop_pages"
+    wording = Wording(**TEXTS)
     show = staticmethod(as_html)
 
 

@@ -146,6 +146,34 @@ def as_text(page: Page, instruction: str) -> str:
     return "\n".join(lines)
 
 
+def as_webshop(page: Page, visit: Visit, instruction: str, store: Store) -> str:
+    """Return the page of a visit as WebShop describes it in its text mode."""
+    parts = ["Instruction:", instruction]
+    product = store.get(visit.asin) if visit.asin else None
+    if product is not None and visit.subpage:
+        told = {"Description": (product.description,), "Features": product.features}
+        parts += [*page.navigation, *filter(None, told.get(visit.subpage, ()))]
+    elif product is not None:
+        options = (text for option, values in product.options.items() for text in (option, *values))
+        parts += [*page.navigation, *options, product.title, f"Price: ${product.price}", "Rating: N.A."]
+        parts += page.actions
+    elif page.has_search:
+        parts = ["WebShop", *parts, "Search"]
+    else:
+        back, *turns = page.navigation
+        parts += [back, f"Page {visit.number + 1} (Total results: {len(visit.found)})", *turns]
+        parts += [text for offer in page.offers for text in (offer.asin, offer.title, f"${offer.price}")]
+    return " [SEP] ".join(parts)
+
+
+def available_actions(page: Page) -> str:
+    """Return what can be done on a page as WebShop lists it."""
+    values = [value for values in page.options.values() for value in values]
+    buttons = [*page.navigation, *page.actions, *(offer.asin for offer in page.offers)]
+    names = ["search"] if page.has_search else [name.lower() for name in buttons]
+    return str({"has_search_bar": page.has_search, "clickables": list(dict.fromkeys([*names, *values]))})
+
+
 def _subpage(product: Product, name: str) -> tuple[str, ...]:
     if name == "Description":
         return (product.description or "This product has no description.",)

@@ -239,7 +239,11 @@ async def test_dirty_records_of_a_file_are_played_by_the_expert_and_won_by_their
 
 def test_evidence_is_part_of_the_question():
     question = started(record=changed(evidence="a is a number", add_description="t has a and b")).problem
-    assert question.question == "How many?\na is a number\nt has a and b"
+    assert (question.question, question.evidence, question.notes) == (
+        "How many?",
+        "a is a number",
+        "t has a and b",
+    )
 
 
 def test_change_of_several_statements_is_right_when_all_of_them_ran():
