@@ -39,7 +39,7 @@ class Wording:
     - ``tools``: the tools in OpenAI format, with other descriptions. Names and types must be the task's.
     - ``texts``: templates by name. ``{{`` and ``}}`` are braces.
 
-    Every task has the text ``no_tool_call``, which answers a turn without a tool call.
+    Every task has the text ``no_tool_call``, which ``Environment.respond`` returns.
 
     Example::
 

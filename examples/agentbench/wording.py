@@ -222,7 +222,7 @@ def knowledgegraph(checkout: Checkout) -> Wording:
     start = checkout.module("knowledgegraph/task.py").function("sync_start_sample")
     const, api = checkout.module("knowledgegraph/const.py"), checkout.module("knowledgegraph/api.py")
     system = const.constant("INSTRUCTIONS").format(max_round=parameters["max_rounds"])
-    fields = {"range_info": "type", "out_relations": "names", "join": "names"}
+    fields = {"range_info": "type", "join": "names"}
 
     def answer(name: str) -> str:
         function = api.function(name)
