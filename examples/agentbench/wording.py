@@ -110,8 +110,8 @@ class Function:
             return f"{{{fields[name]}}}"
         if isinstance(node, ast.Call):
             called = self.module.function(name)
-            returned = next(_in_order(called.node, ast.Return))
-            return called.template(returned.value, **fields)
+            for returned in _in_order(called.node, ast.Return):
+                return called.template(returned.value, **fields)
         if isinstance(node, ast.Name):
             scope = [*_in_order(self.node, ast.stmt), *self.module.tree.body]
             if len(values := _assigned(scope, name)) == 1:
@@ -162,15 +162,17 @@ class Checkout:
     def module(self, path: str) -> Module:
         return Module(self.folder / "src/server/tasks" / path)
 
-    def parameters(self, task: str) -> dict[str, Any]:
-        """Return the parameters of a task for the split, as its configuration has them."""
+    def parameter(self, task: str, name: str) -> Any:
+        """Return a parameter of a task for the split, from its configuration."""
         path = self.folder / f"configs/tasks/{task}.yaml"
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
             section = content[f"{task}-{self.split}"]
-            return {**content["default"]["parameters"], **section["parameters"]}
-        except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError) as error:
-            raise Mismatch(f"cannot read the section {task}-{self.split} of {path}: {error!r}") from error
+            return {**content["default"]["parameters"], **section["parameters"]}[name]
+        except KeyError as error:
+            raise Mismatch(f"{path} lacks {error}; use AgentBench at 578c5e9") from error
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            raise Mismatch(f"cannot read {path}: {error}") from error
 
 
 def os_interaction(checkout: Checkout) -> Wording:
@@ -182,7 +184,7 @@ def os_interaction(checkout: Checkout) -> Wording:
         raise run.lacks("one text for an output and another for none")
     return {
         "messages": [_system(opening.template(opening.message("system")))],
-        "tools": checkout.parameters("os")["tools"],
+        "tools": checkout.parameter("os", "tools"),
         "texts": {
             "opening": opening.template(opening.message("user"), description="question"),
             "output": run.template(output.body, result_text="output"),
@@ -203,7 +205,7 @@ def dbbench(checkout: Checkout) -> Wording:
     evidence, notes, question = (start.template(part, **fields) for part in parts)
     return {
         "messages": [_system(start.template(start.message("system")))],
-        "tools": checkout.parameters("dbbench")["tools"],
+        "tools": checkout.parameter("dbbench", "tools"),
         "texts": {
             "opening": f"{{evidence}}{{notes}}{question}",
             "evidence": evidence,
@@ -218,10 +220,13 @@ def dbbench(checkout: Checkout) -> Wording:
 
 
 def knowledgegraph(checkout: Checkout) -> Wording:
-    parameters = checkout.parameters("kg")
     start = checkout.module("knowledgegraph/task.py").function("sync_start_sample")
     const, api = checkout.module("knowledgegraph/const.py"), checkout.module("knowledgegraph/api.py")
-    system = const.constant("INSTRUCTIONS").format(max_round=parameters["max_rounds"])
+    try:
+        system = const.constant("INSTRUCTIONS").format(max_round=checkout.parameter("kg", "max_rounds"))
+    except (LookupError, ValueError) as error:
+        raise const.lacks("INSTRUCTIONS with the field max_round") from error
+    examples = const.constant("ONE_SHOT") if checkout.parameter("kg", "one_shot") else []
     fields = {"range_info": "type", "join": "names"}
 
     def answer(name: str) -> str:
@@ -229,10 +234,7 @@ def knowledgegraph(checkout: Checkout) -> Wording:
         return function.template(function.values("rtn_str")[0], **fields).replace("##", "#{number}")
 
     return {
-        "messages": [
-            {"role": "system", "content": system},
-            *(const.constant("ONE_SHOT") if parameters["one_shot"] else []),
-        ],
+        "messages": [{"role": "system", "content": system}, *examples],
         "tools": const.constant("TOOLS"),
         "texts": {
             "opening": start.template(start.message("user"), question="question", join="entities"),
@@ -249,7 +251,7 @@ def alfworld(checkout: Checkout) -> Wording:
     fields = {"ob": "observation", "observation": "observation", "actions": "actions"}
     return {
         "messages": [_system(run.template(run.message("system")))],
-        "tools": checkout.parameters("alfworld")["tools"],
+        "tools": checkout.parameter("alfworld", "tools"),
         "texts": {
             "opening": run.template(run.message("user"), **fields),
             "reply": run.template(run.message("tool"), **fields),
@@ -267,7 +269,7 @@ def webshop(checkout: Checkout) -> Wording:
     again, page = (start.template(start.message(*at), **fields) for at in (("user", 1), ("tool", 0)))
     return {
         "messages": [_system(start.template(start.message("system")))],
-        "tools": checkout.parameters("webshop")["tools"],
+        "tools": checkout.parameter("webshop", "tools"),
         "texts": {
             "opening": start.template(start.message("user"), **fields),
             "page": page,
@@ -294,7 +296,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write AgentBench's wording as files for the five tasks.")
     parser.add_argument("checkout", type=Path, help="folder of AgentBench's function-calling version")
     parser.add_argument("folder", type=Path, help="folder for the files, one for each task")
-    parser.add_argument("--split", default="std", help="std or env_train, as in AgentBench's configurations")
+    parser.add_argument(
+        "--split", default="std", choices=["std", "env_train"], help="split of the configuration"
+    )
     options = parser.parse_args()
     checkout = Checkout(options.checkout, options.split)
     try:

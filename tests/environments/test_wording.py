@@ -309,7 +309,8 @@ def test_checkout_of_another_version_is_refused_with_what_it_lacks(checkout, tmp
     assert "interaction.py lacks the variable result_str in the function execute" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "files").exists()
-    assert "section os-dev" in run(checkout, tmp_path, "--split", "dev").stderr
+    (other / "configs/tasks/os.yaml").write_text("{default: {parameters: {}}, os-std: {parameters: {}}}")
+    assert "os.yaml lacks 'tools'" in run(other, tmp_path / "files").stderr
     assert "cannot read" in run(tmp_path / "absent", tmp_path).stderr
 
 
