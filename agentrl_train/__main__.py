@@ -176,16 +176,19 @@ def gateway_command(
     idle_timeout: Annotated[
         float, typer.Option("--idle-timeout", help="Seconds after which a session without calls ends.")
     ] = 3600.0,
-    ignore_sampling: Annotated[
-        bool, typer.Option("--ignore-sampling", help="Ignore temperature, top_p... of requests.")
-    ] = False,
+    ignored: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore", metavar="NAME", help="A parameter of requests to ignore: temperature. Repeatable."
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
     from agentrl_train.cli.commands import policy_path, record_rollouts
 
     config = gateway_config(policy_path(model), overrides or [])
-    options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignore_sampling": ignore_sampling}
+    options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignored": ignored or ()}
     raise typer.Exit(record_rollouts(config, output=output, **options))
 
 

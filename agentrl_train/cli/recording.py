@@ -61,7 +61,7 @@ async def record(
     port: int,
     output: Path,
     token: str | None,
-    ignore_sampling: bool,
+    ignored: Sequence[str],
     idle_timeout_s: float,
     announce: Callable[[str], None],
 ) -> None:
@@ -92,8 +92,8 @@ async def record(
             def unknown(gateway: Gateway, key: str) -> Session:
                 sampling, seed = config.engine.sampling, config.run.seed
                 samplers[key] = SeededSampler(ready.engine, sampling=sampling, key=key, seed=seed)
-                stated = None if ignore_sampling else sampling
-                return gateway.open(chat=ready.chat, sampler=samplers[key], stated=stated, key=key)
+                options: dict[str, Any] = {"sampler": samplers[key], "stated": sampling, "ignored": ignored}
+                return gateway.open(chat=ready.chat, key=key, **options)
 
             async def ended(session: Session) -> None:
                 samplers.pop(session.key).release()

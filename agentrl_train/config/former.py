@@ -73,11 +73,12 @@ _PROGRAM = {
     "samples": "samples",
     "eval_samples": "eval_samples",
     "program_folder": "folder",
-    "ignore_sampling": "ignore_sampling",
+    "ignore_sampling": "ignore",
 }
 
 RENAMED = (
     _FORMER_NAMES
+    | {"environments.program.ignore_sampling": "environments.program.ignore"}
     | {f"critic.{key}": f"algorithm.credit.{key}" for key in _CREDIT}
     | {f"replay.{key}": f"algorithm.replay.{key}" for key in _REPLAY}
     | {f"distill.{key}": f"algorithm.distill.{key}" for key in ("weight", "teachers", "keep_rewards")}

@@ -376,6 +376,10 @@ def _command(value: Any) -> Any:
     return {"run": value} if isinstance(value, str) else value
 
 
+_QUESTION = {"input", "instructions", "messages", "stream", "system", "tools"}
+"""Parameters of a request without which its answer would be another's."""
+
+
 class Program(Table):
     """An agent program that plays episodes."""
 
@@ -383,9 +387,9 @@ class Program(Table):
     """A command, or ``file.py:function``."""
     folder: AnyPath = Field(".", validate_default=True)
     """Working directory of a command."""
-    ignore_sampling: bool = False
-    """Ignore temperature, top_p, top_k and min_p in the requests of the program, if they differ from the
-    run's; else such a request is an error."""
+    ignore: tuple[str, ...] = ()
+    """Parameters to ignore in the requests of the program, such as ``["temperature", "tool_choice"]``. Any
+    other that would change the answer, and cannot, is an error."""
     samples: FilePath | None = None
     """File of samples, one JSON object per line, in place of a server; its name is the task's."""
     eval_samples: FilePath | None = None
@@ -399,7 +403,9 @@ class Program(Table):
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this table, one sentence each."""
         lacking = self.eval_samples is not None and self.samples is None
-        return ["eval_samples need samples: set both"] * lacking
+        found = ["eval_samples need samples: set both"] * lacking
+        asked = sorted(_QUESTION.intersection(self.ignore))
+        return found + [f"ignore lists {name!r}, which is what a request asks: remove it" for name in asked]
 
 
 class EnvironmentSection(Section):

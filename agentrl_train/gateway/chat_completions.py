@@ -180,7 +180,8 @@ class Fields:
                 continue
             if name not in self.unsupported:
                 raise InvalidRequest(
-                    f"{name!r:.100} is not a parameter of this API and could change the answer: leave it out",
+                    f"{name!r:.100} is not a parameter of this API and could change the answer: leave it "
+                    f"out, or {ignoring(name[:100])}",
                     param=name[:100],
                 )
             harmless = self.unsupported[name]
@@ -188,8 +189,14 @@ class Fields:
             if value not in harmless and not without_tools:
                 words = [f"use {harmless[0]!r}"] if harmless and harmless[0] else []
                 words += [f"set {SETTINGS[name]} of the run"] if name in SETTINGS else []
+                words += [ignoring(name)]
                 advice = ", or ".join(["leave it out", *words])
                 raise InvalidRequest(f"{name} = {value!r:.200} is not supported: {advice}", param=name)
+
+
+def ignoring(name: str) -> str:
+    """Return how a parameter is ignored, as a part of an error message."""
+    return f"ignore it with environments.program.ignore = [{name!r}] or agentrl-train gateway --ignore {name}"
 
 
 FIELDS = Fields(read=ChatRequest.model_fields, unread=HARMLESS, unsupported=UNSUPPORTED)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.gateway.chat_completions import Fields, SamplingFields, text_of, validated
+from agentrl_train.gateway.chat_completions import Fields, SamplingFields, ignoring, text_of, validated
 from agentrl_train.gateway.errors import GatewayError, InvalidRequest
 from agentrl_train.gateway.recorder import Call
 
@@ -86,16 +86,19 @@ class MessagesRequest(SamplingFields):
         choice = self.tool_choice.type if self.tool_choice else "auto"
         if choice != "auto" and not (choice == "none" and not self.tools):
             raise InvalidRequest(
-                f"tool_choice of type {choice!r} is not supported: use 'auto', or leave it out",
+                f"tool_choice of type {choice!r} is not supported: use 'auto', or {ignoring('tool_choice')}",
                 param="tool_choice",
             )
         if (self.output_config or {}).get("format"):
-            raise InvalidRequest("output_config.format is not supported: leave it out", param="output_config")
+            raise InvalidRequest(
+                f"output_config.format is not supported: leave it out, or {ignoring('output_config')}",
+                param="output_config",
+            )
         for edit in (self.context_management or {}).get("edits") or ():
             if not str(edit.get("type")).startswith(CLEARED_THOUGHTS):
                 raise InvalidRequest(
                     f"an edit of the context of type {edit.get('type')!r} is not supported: shorten the "
-                    "messages in the program",
+                    f"messages in the program, or {ignoring('context_management')}",
                     param="context_management",
                 )
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +55,7 @@ class AgentProgram:
         token: its token.
         folder: working directory of a command.
         stated: the sampling parameters that requests may state; None permits any, without effect.
+        ignored: parameters of requests that are not read.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AgentProgram:
         token: str | None = None,
         folder: Path | None = None,
         stated: Sampling | None = None,
+        ignored: Collection[str] = (),
     ) -> None:
         self._run = run
         self._gateway = gateway
@@ -75,13 +77,14 @@ class AgentProgram:
         self._token = token
         self._folder = folder
         self._stated = stated
+        self._ignored = ignored
 
     async def play(
         self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
     ) -> tuple[Trajectory, Exception | None]:
         """Run the program once; return the trajectory and the exception that failed it, if any."""
         started = time.monotonic()
-        session = self._gateway.open(chat=chat, sampler=sampler, stated=self._stated)
+        session = self._gateway.open(chat=chat, sampler=sampler, stated=self._stated, ignored=self._ignored)
         sample = self._sample(episode)
         end, cause = EpisodeEnd.TERMINATED, None
         try:

@@ -18,6 +18,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -43,7 +44,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway import messages as anthropic
-from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields
+from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields, ignoring
 from agentrl_train.gateway.errors import (
     ContextTooLong,
     EngineUnavailable,
@@ -93,11 +94,21 @@ class Session:
         chat: chat format of the policy.
         sampler: samples the answers.
         stated: the sampling parameters that requests may state; None permits any, and none has an effect.
+        ignored: parameters of requests that are not read.
     """
 
-    def __init__(self, key: str, *, chat: ChatFormat, sampler: Sampler, stated: Sampling | None) -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        chat: ChatFormat,
+        sampler: Sampler,
+        stated: Sampling | None,
+        ignored: Collection[str] = (),
+    ) -> None:
         self.key = key
         self.chat = chat
+        self.ignored = ignored
         self.recorder = Recorder(chat)
         self.rewarded = False
         """Whether a reward was posted."""
@@ -178,8 +189,7 @@ class Session:
             if value != (own := getattr(self._stated, name)):
                 raise InvalidRequest(
                     f"{name} = {value:g} differs from the run's, {own:g}, with which log-probabilities are "
-                    f"recorded and trained: leave it out, set engine.{name} = {value:g}, or set "
-                    "environments.program.ignore_sampling = true",
+                    f"recorded and trained: leave it out, set engine.{name} = {value:g}, or {ignoring(name)}",
                     param=name,
                 )
 
@@ -336,11 +346,9 @@ class Gateway:
             await self.close(session)
         await self._server.stop()
 
-    def open(
-        self, *, chat: ChatFormat, sampler: Sampler, stated: Sampling | None, key: str | None = None
-    ) -> Session:
-        """Return a new session."""
-        session = Session(key or token_urlsafe(16), chat=chat, sampler=sampler, stated=stated)
+    def open(self, *, key: str | None = None, **options: Any) -> Session:
+        """Return a new session; ``options`` are those of ``Session``."""
+        session = Session(key or token_urlsafe(16), **options)
         self.sessions[session.key] = session
         return session
 
@@ -405,7 +413,7 @@ class Gateway:
         return self.sessions[key]
 
     async def _chat_completions(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS)
+        asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
         session.check_sampling(asked)
         messages = [message.message() for message in asked.messages]
         call = await session.answer(
@@ -418,7 +426,7 @@ class Gateway:
         return _stream([*lines, "data: [DONE]\n\n"])
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ResponseRequest, fields=responses.FIELDS)
+        asked = await _parsed(request, ResponseRequest, fields=responses.FIELDS, ignored=session.ignored)
         session.check_sampling(asked)
         previous = asked.previous_response_id
         earlier = session.earlier(previous) if previous else []
@@ -433,7 +441,7 @@ class Gateway:
         return _stream(_events(answer.events()))
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS)
+        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         asked.check()
         session.check_sampling(asked)
         call = await session.answer(
@@ -443,7 +451,7 @@ class Gateway:
         return _stream(_events(answer.events())) if asked.stream else JSONResponse(answer.body())
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS)
+        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         return JSONResponse({"input_tokens": session.count(asked.conversation, asked.specs)})
 
     async def _reward(self, request: Request, session: Session) -> Response:
@@ -463,13 +471,16 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
 
-async def _parsed(request: Request, model: type[_Body], *, fields: Fields | None = None) -> _Body:
+async def _parsed(
+    request: Request, model: type[_Body], *, fields: Fields | None = None, ignored: Collection[str] = ()
+) -> _Body:
     try:
         body = _read(await request.body())
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body is not a JSON object")
+    body = {name: value for name, value in body.items() if name not in ignored}
     if fields is not None:
         fields.check(body)
     try:

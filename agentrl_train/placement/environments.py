@@ -154,7 +154,8 @@ def _program(
         gateway=gateway,
         token=_token(section),
         folder=Path(program.folder),
-        stated=None if program.ignore_sampling else stated,
+        stated=stated,
+        ignored=program.ignore,
         **source,
     )
 

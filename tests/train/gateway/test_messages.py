@@ -160,6 +160,12 @@ async def test_what_would_change_the_answer_is_refused_in_the_shape_of_the_api(
     assert word in body["error"]["message"]
 
 
+async def test_refused_parameters_can_be_ignored() -> None:
+    more = {"tool_choice": {"type": "any"}, "tools": [TOOL], "temperature": 0.3}
+    async with opened(ignored=("tool_choice", "temperature")) as (client, *_):
+        assert (await ask(client, HELLO, **more))["stop_reason"] == "end_turn"
+
+
 async def test_hints_and_labels_change_nothing() -> None:
     more: dict[str, Any] = {
         "metadata": {"user_id": "me"},

@@ -120,6 +120,12 @@ def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> Non
     assert (second["session"], second["reward"]) == ("other", None)
 
 
+def test_what_a_request_asks_cannot_be_ignored(tmp_path: Path) -> None:
+    config = write_program_config(tmp_path)
+    with pytest.raises(ConfigError, match="ignore lists 'tools', which is what a request asks"):
+        load_config(config, ["environments.0.program.ignore=['temperature', 'tools']"])
+
+
 def test_gateway_of_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "runs/new/checkpoints").mkdir(parents=True)
     command = [sys.executable, "-m", "agentrl_train", "gateway", "runs/new"]

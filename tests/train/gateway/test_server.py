@@ -49,12 +49,12 @@ class DirectSampler:
 
 @asynccontextmanager
 async def opened(
-    engine: ScriptedEngine | None = None, **options: Any
+    engine: ScriptedEngine | None = None, *, ignored: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Session, Gateway]]:
     """Yield a client of a new session, the session and the gateway."""
     sampler = DirectSampler(engine or ScriptedEngine(CHAT, always(HI)), **options)
     async with Gateway() as gateway:
-        session = gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling)
+        session = gateway.open(chat=CHAT, sampler=sampler, stated=sampler.sampling, ignored=ignored)
         async with httpx.AsyncClient(base_url=gateway.base_url(session), trust_env=False) as client:
             yield client, session, gateway
 
@@ -166,6 +166,18 @@ async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: 
 async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> None:
     async with opened() as (client, *_):
         assert (await chat(client, HELLO, **harmless))["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_refused_parameters_name_the_setting_that_ignores_them() -> None:
+    unsupported = {"tool_choice": "required", "response_format": {"type": "json_object"}, "top_p": 0.5}
+    unsupported["guided_json"] = {"type": "object"}
+    async with opened() as (client, *_):
+        for name, value in unsupported.items():
+            answer = await client.post("/chat/completions", json={"messages": [HELLO], name: value})
+            assert answer.status_code == 400
+            assert f"environments.program.ignore = ['{name}']" in answer.json()["error"]["message"]
+    async with opened(ignored=list(unsupported)) as (client, *_):
+        assert (await chat(client, HELLO, **unsupported))["choices"][0]["message"]["content"] == "hi"
 
 
 @pytest.mark.parametrize("more", [{"model": "\ud83d"}, {"messages": [HELLO | {"name": "\ud83d"}]}])
