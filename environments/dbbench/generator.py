@@ -33,6 +33,8 @@ class Theme:
     """Words of a table: its nouns, the column of groups with its words, two whole numbers, and a decimal."""
 
     table: str
+    row: str
+    """One of its rows."""
     nouns: list[str]
     group: str
     groups: list[str]
@@ -42,22 +44,29 @@ class Theme:
 
 
 THEMES = [
-    Theme(table, nouns.split(), group, groups.split(), first, second, decimal)
-    for table, nouns, group, groups, first, second, decimal in (
-        ("goods", "lamp chair table shelf mirror clock carpet vase", "room",
+    Theme(table, row, nouns.split(), group, groups.split(), first, second, decimal)
+    for table, row, nouns, group, groups, first, second, decimal in (
+        ("goods", "item", "lamp chair table shelf mirror clock carpet vase", "room",
          "kitchen hall office bedroom", "stock", "weight", "price"),
-        ("boats", "ferry canoe yacht barge tugboat cutter", "harbour",
+        ("boats", "boat", "ferry canoe yacht barge tugboat cutter", "harbour",
          "Malo Vigo Kiel Bergen", "capacity", "length", "speed"),
-        ("plants", "fern rose tulip cactus orchid lily poppy", "garden",
+        ("plants", "plant", "fern rose tulip cactus orchid lily poppy", "garden",
          "north south east west", "height", "width", "price"),
-        ("books", "atlas novel diary almanac primer manual", "shelf",
+        ("books", "book", "atlas novel diary almanac primer manual", "shelf",
          "history science travel poetry", "length", "weight", "cost"),
-        ("players", "falcon badger otter heron lynx marten", "team",
+        ("players", "player", "falcon badger otter heron lynx marten", "team",
          "reds blues greens whites", "height", "weight", "rating"),
-        ("towns", "bridge haven field wood ford mill", "region",
+        ("towns", "town", "bridge haven field wood ford mill", "region",
          "coast hills plain marsh", "population", "size", "rainfall"),
     )
 ]  # fmt: skip
+SOLD = THEMES[:4]
+"""The themes with rows that people can order."""
+EXTREMES = {
+    **dict.fromkeys(("height", "width", "length", "weight"), ("greatest", "smallest")),
+    **dict.fromkeys(("capacity", "size", "stock", "population"), ("largest", "smallest")),
+}
+"""Column -> the adjectives of its highest and its lowest value, unless these are "highest" and "lowest"."""
 PEOPLE = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
 
 
@@ -68,6 +77,9 @@ class Draw:
     theme: Theme
     rows: list[tuple[str, str, int, int, float | None]]
     rng: np.random.Generator
+
+    def called(self, name: str) -> str:
+        return f"{self.theme.row} called {name}"
 
     def name(self) -> str:
         return self.rows[int(self.rng.integers(len(self.rows)))][0]
@@ -99,13 +111,16 @@ Template = Callable[[Draw], tuple[str, str]]
 
 def lookup(d: Draw) -> tuple[str, str]:
     name, column = d.name(), str(d.rng.choice([d.theme.group, d.theme.first, d.theme.second]))
-    return f"What is the {column} of {name}?", f"SELECT {column} FROM {d.theme.table} WHERE name = '{name}'"
+    return (
+        f"What is the {column} of the {d.called(name)}?",
+        f"SELECT {column} FROM {d.theme.table} WHERE name = '{name}'",
+    )
 
 
 def update(d: Draw) -> tuple[str, str]:
     name, column, value = d.name(), d.number(), int(d.rng.integers(100, 200))
     return (
-        f"Set the {column} of {name} to {value}.",
+        f"Set the {column} of the {d.called(name)} to {value}.",
         f"UPDATE {d.theme.table} SET {column} = {value} WHERE name = '{name}'",
     )
 
@@ -113,14 +128,15 @@ def update(d: Draw) -> tuple[str, str]:
 def insert(d: Draw) -> tuple[str, str]:
     t, (name, group, first, second, decimal) = d.theme, d.row()
     return (
-        f"Add {name} with {t.group} {group}, {t.first} {first}, {t.second} {second}, {t.decimal} {decimal}.",
+        f"Add {_a(d.called(name))} with {t.group} {group}, {t.first} {first}, {t.second} {second} and "
+        f"{t.decimal} {decimal}.",
         f"INSERT INTO {t.table} VALUES ('{name}', '{group}', {first}, {second}, {decimal})",
     )
 
 
 def delete(d: Draw) -> tuple[str, str]:
     name = d.name()
-    return f"Delete {name}.", f"DELETE FROM {d.theme.table} WHERE name = '{name}'"
+    return f"Delete the {d.called(name)}.", f"DELETE FROM {d.theme.table} WHERE name = '{name}'"
 
 
 def count(d: Draw) -> tuple[str, str]:
@@ -134,7 +150,7 @@ def count(d: Draw) -> tuple[str, str]:
 def total(d: Draw) -> tuple[str, str]:
     column, group, t = d.number(), d.group(), d.theme
     return (
-        f"What is the sum of {column} over the {t.table} whose {t.group} is {group}?",
+        f"What is the total {column} of the {t.table} whose {t.group} is {group}?",
         f"SELECT SUM({column}) FROM {t.table} WHERE {t.group} = '{group}'",
     )
 
@@ -143,18 +159,17 @@ def average(d: Draw) -> tuple[str, str]:
     t = d.theme
     column, bound, other = (t.decimal, d.bound(), d.number())
     return (
-        f"What is the average {column} of the {t.table} with a {other} below {bound}? Round to two decimals; "
-        f"rows without a {column} do not count.",
+        f"What is the average {column} of the {t.table} with a {other} below {bound}? Round to two decimals. "
+        f"Rows with no recorded {column} do not count.",
         f"SELECT ROUND(AVG({column}), 2) FROM {t.table} WHERE {other} < {bound}",
     )
 
 
 def highest(d: Draw) -> tuple[str, str]:
     column, t = d.column(), d.theme
-    best = "highest" if d.rng.random() < 0.5 else "lowest"
-    function = "MAX" if best == "highest" else "MIN"
+    function = "MAX" if d.rng.random() < 0.5 else "MIN"
     return (
-        f"Which of the {t.table} has the {best} {column}? Give its name.",
+        f"Which of the {t.table} has the {_best(column, function)} {column}? Give its name.",
         f"SELECT name FROM {t.table} WHERE {column} = (SELECT {function}({column}) FROM {t.table})",
     )
 
@@ -162,7 +177,7 @@ def highest(d: Draw) -> tuple[str, str]:
 def listed(d: Draw) -> tuple[str, str]:
     column, bound, group, t = d.number(), d.bound(), d.group(), d.theme
     return (
-        f"Which of the {t.table} have the {t.group} {group} and a {column} below {bound}? Give all names.",
+        f"Which of the {t.table} whose {t.group} is {group} have a {column} below {bound}? Give all names.",
         f"SELECT name FROM {t.table} WHERE {t.group} = '{group}' AND {column} < {bound}",
     )
 
@@ -170,7 +185,7 @@ def listed(d: Draw) -> tuple[str, str]:
 def missing(d: Draw) -> tuple[str, str]:
     t = d.theme
     return (
-        f"Which of the {t.table} have no {t.decimal}? Give all names.",
+        f"Which of the {t.table} have no recorded {t.decimal}? Give all names.",
         f"SELECT name FROM {t.table} WHERE {t.decimal} IS NULL",
     )
 
@@ -194,7 +209,7 @@ def delete_where(d: Draw) -> tuple[str, str]:
 def spent(d: Draw) -> tuple[str, str]:
     person, column, t = str(d.rng.choice(PEOPLE)), d.number(), d.theme
     return (
-        f"What is the sum of amount times {column} over the orders of {person}?",
+        f"What is the sum of amount times {column} over all of {person}'s orders?",
         f"SELECT SUM(o.amount * t.{column}) FROM orders o JOIN {t.table} t ON t.name = o.item "
         f"WHERE o.customer = '{person}'",
     )
@@ -205,7 +220,7 @@ def best_group(d: Draw) -> tuple[str, str]:
     grouped = f"SELECT SUM(o.amount) AS s, t.{t.group} AS g FROM orders o JOIN {t.table} t ON t.name = o.item"
     grouped += f" GROUP BY t.{t.group}"
     return (
-        f"Which {t.group} of the {t.table} has the largest total amount in the orders?",
+        f"Which {t.group} has the largest total amount of ordered {t.table}?",
         f"SELECT g FROM ({grouped}) x WHERE s = (SELECT MAX(s) FROM ({grouped}) y)",
     )
 
@@ -213,7 +228,7 @@ def best_group(d: Draw) -> tuple[str, str]:
 def top_in_order(d: Draw) -> tuple[str, str]:
     column, t, n = d.column(), d.theme, int(d.rng.integers(3, 5))
     return (
-        f"Give the names of the {n} {t.table} with the highest {column}, the highest first.",
+        f"Give the names of the {n} {t.table} with the {_best(column)} {column}, the {_best(column)} first.",
         f"SELECT name FROM {t.table} ORDER BY {column} DESC LIMIT {n}",
     )
 
@@ -230,7 +245,8 @@ def never_ordered(d: Draw) -> tuple[str, str]:
 def share(d: Draw) -> tuple[str, str]:
     column, t, bound = d.number(), d.theme, d.bound()
     return (
-        f"What percentage of the orders is for {t.table} with a {column} above {bound}? Give two decimals.",
+        f"What percentage of the orders is for {t.table} with a {column} above {bound}? Round to two "
+        "decimals.",
         f"SELECT ROUND(100.0 * SUM(CASE WHEN t.{column} > {bound} THEN 1 ELSE 0 END) / COUNT(*), 2) "
         f"FROM orders o JOIN {t.table} t ON t.name = o.item",
     )
@@ -266,7 +282,7 @@ def delete_orders(d: Draw) -> tuple[str, str]:
 def insert_orders(d: Draw) -> tuple[str, str]:
     t, person, group, n = d.theme, str(d.rng.choice(PEOPLE)), d.group(), int(d.rng.integers(1, 9))
     return (
-        f"Add one order of {person} for each of the {t.table} whose {t.group} is {group}, with amount {n}.",
+        f"Add one order by {person}, with amount {n}, for each of the {t.table} whose {t.group} is {group}.",
         f"INSERT INTO orders SELECT '{person}', name, {n} FROM {t.table} WHERE {t.group} = '{group}'",
     )
 
@@ -301,7 +317,8 @@ def generate(level: int, number: int) -> Problem:
 
 
 def _draw(level: int, template: Template, rng: np.random.Generator) -> Problem:
-    theme = THEMES[int(rng.integers(len(THEMES)))]
+    themes = SOLD if level == 3 else THEMES
+    theme = themes[int(rng.integers(len(themes)))]
     size = int(rng.integers(*NUM_ROWS[level]))
     names = sorted({_name(theme, rng) for _ in range(size)})
     rng.shuffle(names)
@@ -357,6 +374,17 @@ def _tied(gold: str, table: str, database: SqliteDatabase) -> bool:
     sql = f"SELECT {column} FROM {table} ORDER BY {column} DESC LIMIT {limit + 1}"
     top = flat(database.trial(sql)[0])
     return None in top or len(set(top)) < len(top)
+
+
+def _best(column: str, function: str = "MAX") -> str:
+    """Return the adjective of the highest value of a column, or of the lowest one."""
+    most, least = EXTREMES.get(column, ("highest", "lowest"))
+    return most if function == "MAX" else least
+
+
+def _a(noun: str) -> str:
+    """Return a noun with its indefinite article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _name(theme: Theme, rng: np.random.Generator) -> str:

@@ -175,7 +175,7 @@ class OsInteraction(Environment):
 
     @tool
     def bash_action(self, script: str):
-        """Run a bash script and see its output. Files, the folder and variables stay between scripts.
+        """Run a bash script and see its output. Files, the folder and variables are kept between scripts.
 
         Args:
             script: What to run, such as "ls" or "grep -c apple notes.txt".

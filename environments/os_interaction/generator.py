@@ -117,8 +117,8 @@ def log_sum(rng: Rng) -> Problem:
     """Sum a column of a log under a condition."""
     requests, status = _requests(rng), pick(rng, ("200", "301", "404", "500"))
     return Problem(
-        question="A line of access.log has an address, a method, a path, a status and a number of bytes. "
-        f"How many bytes have the requests with status {status} in all?",
+        question="Each line of access.log has an address, a method, a path, a status and a number of bytes. "
+        f"How many bytes do all the requests with status {status} have together?",
         files=_access_log(requests),
         gold=("bash", f"awk '$4 == {status} {{ s += $5 }} END {{ print s + 0 }}' access.log"),
         answer=str(sum(size for _, _, found, size in requests if found == status)),
@@ -135,7 +135,7 @@ def log_top(rng: Rng) -> Problem:
         requests.append((favourite, f"/{pick(rng, WORDS)}", "200", 100))
         counts = Counter(address for address, *_ in requests).most_common(2)
     return Problem(
-        question="A line of access.log begins with an address. Which address has the most lines?",
+        question="Each line of access.log starts with an address. Which address has the most lines?",
         files=_access_log(requests),
         gold=(
             "bash",
@@ -151,7 +151,7 @@ def executables(rng: Rng) -> Problem:
     chosen = names[: int(rng.integers(2, 7))]
     paths = " ".join(f"{folder}/{name}" for name in chosen)
     return Problem(
-        question=f"How many files in {folder} may be executed by their owner?",
+        question=f"How many files in {folder} can their owner execute?",
         files={f"{folder}/{name}": f"{name}\n" for name in sorted(names)},
         init=[("bash", f"chmod 644 {folder}/*; chmod {pick(rng, ('755', '700', '744'))} {paths}")],
         gold=("bash", f"find {folder} -type f -perm -u=x | wc -l"),
@@ -164,7 +164,7 @@ def writer(rng: Rng) -> Problem:
     folder, names = pick(rng, FOLDERS), some(rng, WORDS, 5)
     name = names[int(rng.integers(5))]
     return Problem(
-        question=f"A program that is running writes to one of the files in {folder} all the time. To which?",
+        question=f"A running program keeps writing to one of the files in {folder}. Which one?",
         files={f"{folder}/{other}.log": "begun\n" for other in names},
         start=f"(while sleep 0.2; do echo on >> {folder}/{name}.log; done) > /dev/null 2>&1 &",
         gold=("bash", f"a=$(md5sum {folder}/*); sleep 1; diff <(echo \"$a\") <(md5sum {folder}/*) | "
@@ -181,7 +181,7 @@ def distinct(rng: Rng) -> Problem:
         for _ in range(int(rng.integers(25, 60)))
     ]
     return Problem(
-        question=f"The columns of events.csv are day, user and event. How many different users have a login "
+        question=f"The columns of events.csv are day, user and event. How many different users logged in "
         f"on day {day}?",
         files={"events.csv": "day,user,event\n" + "".join(f"{d},{u},{e}\n" for d, u, e in rows)},
         gold=("bash", f"grep '^{day},.*,login$' events.csv | cut -d, -f2 | sort -u | wc -l"),
@@ -198,7 +198,7 @@ def links(rng: Rng) -> Problem:
     commands = [f"ln -s {after} {before}" for before, after in zip([link, *chain], [*chain, f"{target}.txt"],
                                                                   strict=True)]  # fmt: skip
     return Problem(
-        question=f"Which file is {link}, after all symbolic links?",
+        question=f"{link} is a symbolic link. Which file does it lead to in the end?",
         files={f"{name}.txt": f"{name}\n" for name in names},
         init=[("bash", "; ".join(commands))],
         gold=("bash", f"basename $(readlink -f {link})"),
@@ -234,7 +234,8 @@ def move(rng: Rng) -> Problem:
         for path, content in files.items()
     }
     return Problem(
-        question=f"Move every file in {folder} that contains the word {word} to a new folder {target}.",
+        question=f"Move every file in {folder} that contains the word {word} to a new folder called "
+        f"{target}.",
         files=files,
         gold=("bash", f"mkdir {target}; mv $(grep -l {word} {folder}/*) {target}/"),
         outputs=[_listing(wanted, folder, target)],
@@ -255,7 +256,7 @@ def rename(rng: Rng) -> Problem:
         for path, content in files.items()
     }
     return Problem(
-        question=f"Change the ending .{old} of every file in {folder}, subfolders included, to .{new}.",
+        question=f"Change the extension of every .{old} file in {folder}, subfolders included, to .{new}.",
         files=files,
         gold=("bash", f"find {folder} -name '*.{old}' | while read f; do mv $f ${{f%.{old}}}.{new}; done"),
         outputs=[_listing(wanted, folder)],
@@ -269,8 +270,8 @@ def modes(rng: Rng) -> Problem:
     shell, other = pick(rng, ("750", "700", "555")), pick(rng, ("640", "600", "444"))
     wanted = "".join(f"{folder}/{name} {shell if name.endswith('.sh') else other}\n" for name in names)
     return Problem(
-        question=f"Set the permissions of every file in {folder} that ends in .sh to {shell}, of every other "
-        f"file there to {other}.",
+        question=f"Set the permissions of every .sh file in {folder} to {shell}, and of every other file "
+        f"there to {other}.",
         files={f"{folder}/{name}": f"{name}\n" for name in names},
         gold=("bash", f"chmod {other} {folder}/*; chmod {shell} {folder}/*.sh 2>/dev/null; true"),
         outputs=[(f"find {folder} -type f -printf '%p %m\\n' | LC_ALL=C sort", wanted)],
@@ -285,7 +286,7 @@ def select_rows(rng: Rng) -> Problem:
     wanted = sorted((row for row in rows if row[1] > bound), key=lambda row: row[1])
     return Problem(
         question=f"Write the rows of prices.csv whose second column is above {bound} to high.csv, sorted by "
-        "the second column, the smallest first. There is no line of column names.",
+        "the second column in ascending order. The file has no header line.",
         files={"prices.csv": "".join(f"{name},{n}\n" for name, n in rows)},
         gold=("bash", f"awk -F, '$2 > {bound}' prices.csv | sort -t, -k2 -n > high.csv"),
         outputs=[("cat high.csv", "".join(f"{name},{n}\n" for name, n in wanted))],
@@ -304,7 +305,8 @@ def setting(rng: Rng) -> Problem:
         changed = [(word, value if word == key else number) for word, number in old]
         wanted[f"{folder}/{name}.cfg"] = "".join(f"{word}={number}\n" for word, number in changed)
     return Problem(
-        question=f"Set {key} to {value} in every file in {folder}; a line there is a name, = and a number.",
+        question=f"Set {key} to {value} in every file in {folder}. Each line there is a name, = and a "
+        "number.",
         files=files,
         gold=("bash", f"sed -i 's/^{key}=.*/{key}={value}/' {folder}/*.cfg"),
         outputs=[_listing(wanted, folder)],
@@ -322,7 +324,7 @@ def duplicates(rng: Rng) -> Problem:
             wanted[path] = content
         seen.add(content)
     return Problem(
-        question=f"Files in {folder} have the same content as others there. Of files with the same content, "
+        question=f"Some files in {folder} have the same content. Of each set of files with the same content, "
         "keep the one whose name comes first in the alphabet, and delete the others.",
         files=files,
         gold=(
@@ -339,8 +341,8 @@ def program(rng: Rng) -> Problem:
     start, factor = int(rng.integers(2, 50)), int(rng.integers(2, 9))
     cases = [[int(n) for n in rng.integers(1, 100, size=int(size))] for size in rng.integers(1, 6, size=8)]
     return Problem(
-        question=f"Write an executable program {name}.sh for bash, which prints {word}, a space, and "
-        f"{factor} times the sum of its arguments plus {start}. For example, with the arguments 1 2 it "
+        question=f"Write an executable bash script {name}.sh that prints {word}, a space, and "
+        f"{factor} times the sum of its arguments plus {start}. For example, with the arguments 1 and 2 it "
         f"prints {word} {factor * 3 + start}.",
         gold=("bash", f"printf '%s\\n' '#!/bin/bash' 's=0; for n in \"$@\"; do s=$((s + n)); done' "
               f"'echo {word} $((s * {factor} + {start}))' > {name}.sh; chmod +x {name}.sh"),

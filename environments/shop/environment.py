@@ -165,4 +165,14 @@ class Shop(Environment):
             colour = str(rng.choice(others)) if spoilt else self.colour
             return f"{self.size} {colour} {self.kind}, {total} coins"
         shipping, stars = int(rng.integers(1, 6)), int(rng.integers(1, 4) if spoilt else rng.integers(4, 6))
-        return f"{self.article}, {total - shipping} coins, shipping {shipping} coins, {stars} stars"
+        price, shipping, stars = (
+            _many(total - shipping, "coin"),
+            _many(shipping, "coin"),
+            _many(stars, "star"),
+        )
+        return f"{self.article}, {price}, shipping {shipping}, {stars}"
+
+
+def _many(count, noun):
+    """Return a count with its noun, in the plural unless it is one."""
+    return f"{count} {noun}{'s' * (count != 1)}"

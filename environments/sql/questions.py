@@ -16,6 +16,13 @@ GOODS = {
 }
 """Departments, each with its own database, and the goods that suit them."""
 COLUMNS = ("price", "stock", "weight", "length")
+MOST_AND_LEAST = {
+    "price": ("highest", "lowest"),
+    "stock": ("largest", "smallest"),
+    "weight": ("greatest", "smallest"),
+    "length": ("greatest", "smallest"),
+}
+"""Column -> the adjectives of its highest and its lowest value."""
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 BOUNDS = range(14, 26)
 """Numbers in conditions; columns have values from 10 to 29."""
@@ -83,12 +90,12 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
             _columns(department=GOODS, bound=BOUNDS),
         ),
         "highest": (
-            "Which item in the {department} department has the highest {column}, not counting the {thing}?",
+            "Which item in the {department} department has the {most} {column}, not counting the {thing}?",
             "SELECT name FROM goods WHERE name <> '{thing}' ORDER BY {column} DESC LIMIT 1",
             _things(1, column=COLUMNS),
         ),
         "lowest": (
-            "Which item in the {department} department has the lowest {column}, not counting the {thing}?",
+            "Which item in the {department} department has the {least} {column}, not counting the {thing}?",
             "SELECT name FROM goods WHERE name <> '{thing}' ORDER BY {column} LIMIT 1",
             _things(1, column=COLUMNS),
         ),
@@ -103,13 +110,13 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
             ],
         ),
         "together": (
-            "What is the {column} of the {thing} and the {second} in the {department} department together?",
+            "What is the total {column} of the {thing} and the {second} in the {department} department?",
             "SELECT SUM({column}) FROM goods WHERE name IN ('{thing}', '{second}')",
             _things(2, column=COLUMNS),
         ),
         "pieces": (
-            "How many pieces of the {thing} and the {second} in the {department} "
-            "department were ordered in all?",
+            "How many units of the {thing} and the {second} in the {department} "
+            "department were ordered in total?",
             "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE thing IN ('{thing}', '{second}')",
             _things(2),
         ),
@@ -123,14 +130,14 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
             _each(customer=CUSTOMERS, department=GOODS, column=COLUMNS, bound=BOUNDS),
         ),
         "ordered": (
-            "How many pieces of goods with a {column} below {bound} did {customer} order in the {department} "
+            "How many units of goods with a {column} below {bound} did {customer} order in the {department} "
             "department?",
             "SELECT COALESCE(SUM(amount), 0) FROM orders JOIN goods ON name = thing "
             "WHERE customer = '{customer}' AND {column} < {bound}",
             _each(customer=CUSTOMERS, department=GOODS, column=COLUMNS, bound=BOUNDS),
         ),
         "others": (
-            "How many pieces of the {extreme} item in the {department} department did customers other than "
+            "How many units of the {extreme} item in the {department} department did customers other than "
             "{customer} order?",
             "SELECT COALESCE(SUM(amount), 0) FROM orders WHERE customer <> '{customer}' AND thing = "
             "(SELECT name FROM goods ORDER BY {order} LIMIT 1)",
@@ -188,4 +195,5 @@ def fill(data: Words) -> tuple[str, str]:
     """Return a question of level 2 or 3, and the query that answers it."""
     question, query, _ = FORMS[int(str(data["level"]))][str(data["ask"])]
     words = {**data, "order": EXTREMES.get(str(data.get("extreme")))}
+    words["most"], words["least"] = MOST_AND_LEAST.get(str(data.get("column")), ("", ""))
     return question.format(**words), query.format(**words)

@@ -48,14 +48,14 @@ class Terminal(Environment):
 
     @tool
     def shell(self, command: str):
-        """Run a command in a new shell in the home folder; its output is the answer. Files stay.
+        """Run a command in a new shell in the home folder and see its output. Files are kept.
 
         Args:
             command: What to run, such as "ls" or "grep -c apple notes/*.txt".
         """
         done = self.box.run(command)
         self.ran.add(command)
-        return done.text if self.box.alive else Done(f"{done.text}\nThe machine has died of it.")
+        return done.text if self.box.alive else Done(f"{done.text}\nThe command has stopped the machine.")
 
     @tool
     def answer(self, text: str):

@@ -122,7 +122,7 @@ def _edit(change) -> Callable[[dict[str, str], Data], Files]:
 
 LISTED = "$(grep -l {word} {folder}/*.txt)"
 SKIP = "tail -n +2 orders.csv | "
-CLOSE = " Leave everything else as it is, then answer done."
+CLOSE = ' Leave everything else as it is, then answer "done".'
 
 FORMS: dict[int, dict[str, Form]] = {
     1: {
@@ -154,7 +154,7 @@ FORMS: dict[int, dict[str, Form]] = {
             ),
         ),
         "occurrences": Form(
-            "How often does the word {word} occur in the files of the folder {folder}?",
+            "How often does the word {word} occur in the files in the folder {folder}?",
             "cat {folder}/*.txt | grep -o {word} | wc -l",
             _each(word=WORDS, folder=FOLDERS),
             lambda files, data: sum(line.count(data["word"]) for line in _lines(files, data)),
@@ -168,7 +168,7 @@ FORMS: dict[int, dict[str, Form]] = {
     },
     2: {
         "sum": Form(
-            "What is the sum of {column} over the rows of orders.csv with the name {word} or {second}?",
+            "What is the total {column} in the rows of orders.csv with the name {word} or {second}?",
             SKIP
             + 'awk -F, \'$1 == "{word}" || $1 == "{second}" {{ sum += ${number} }} END {{ print sum + 0 }}\'',
             _pairs(("word", "second"), WORDS, ordered=False, column=COLUMNS),
@@ -177,7 +177,7 @@ FORMS: dict[int, dict[str, Form]] = {
             ),
         ),
         "most": Form(
-            "Which name has the highest total {column} in orders.csv if the rows of {word} do not count?",
+            "Which name other than {word} has the highest total {column} in orders.csv?",
             SKIP + "grep -v '^{word},' | awk -F, '{{ sum[$1] += ${number} }} "
             "END {{ for (name in sum) print sum[name], name }}' | sort -rn | head -n 1 | cut -d' ' -f2",
             _each(word=WORDS, column=COLUMNS),
@@ -193,7 +193,7 @@ FORMS: dict[int, dict[str, Form]] = {
             ),
         ),
         "sum_above": Form(
-            "What is the sum of {column} over the rows of orders.csv with a {other} above {bound}?",
+            "What is the total {column} in the rows of orders.csv with a {other} above {bound}?",
             SKIP + "awk -F, '${second_number} > {bound} {{ sum += ${number} }} END {{ print sum + 0 }}'",
             _pairs(("column", "other"), COLUMNS, ordered=True, bound=range(10, 90)),
             lambda files, data: _total(files, data["column"], lambda row: row[data["other"]] > data["bound"]),
@@ -209,7 +209,7 @@ FORMS: dict[int, dict[str, Form]] = {
             ),
         ),
         "value": Form(
-            "What is the sum of price times quantity over the rows of orders.csv with the name {word} or "
+            "What is the sum of price times quantity over all rows of orders.csv with the name {word} or "
             "{second}?",
             SKIP
             + 'awk -F, \'$1 == "{word}" || $1 == "{second}" {{ sum += $2 * $3 }} END {{ print sum + 0 }}\'',
@@ -221,7 +221,7 @@ FORMS: dict[int, dict[str, Form]] = {
             ),
         ),
         "names": Form(
-            "How many different names in orders.csv have a row with a {column} above {bound}?",
+            "How many different names have a row in orders.csv with a {column} above {bound}?",
             SKIP + "awk -F, '${number} > {bound} {{ print $1 }}' | sort -u | wc -l",
             _each(column=COLUMNS, bound=range(20, 95)),
             lambda files, data: len(
@@ -264,22 +264,22 @@ FORMS: dict[int, dict[str, Form]] = {
             _edit(lambda lines, data: [*lines, data["stone"]]),
         ),
         "rename": Form(
-            "Change the ending .txt to .{ending} in the name of every file in the folder {folder} that "
+            "Change the extension from .txt to .{ending} for every file in the folder {folder} that "
             "contains the word {word}." + CLOSE,
             f"for f in {LISTED}; do mv $f ${{{{f%.txt}}}}.{{ending}}; done",
             _each(word=WORDS, folder=FOLDERS, ending=("bak", "old", "md", "log")),
             _rename,
         ),
         "sort": Form(
-            "Sort the lines of every file in the folder {folder} that contains the word {word} "
+            "In every file in the folder {folder} that contains the word {word}, sort the lines "
             "alphabetically." + CLOSE,
             f"for f in {LISTED}; do sort -o $f $f; done",
             _each(word=WORDS, folder=FOLDERS),
             _edit(lambda lines, data: sorted(lines)),
         ),
         "report": Form(
-            "Count the lines of the files in the folder {folder} that contain the word {word}, and write the "
-            "number into the new file {target}.txt." + CLOSE,
+            "Count the lines that contain the word {word} in all files in the folder {folder}, and write the "
+            "number to a new file called {target}.txt." + CLOSE,
             "cat {folder}/*.txt | grep -c {word} > {target}.txt",
             _each(word=WORDS, folder=FOLDERS, target=("count", "result", "total", "lines")),
             lambda files, data: {
