@@ -150,6 +150,16 @@ ATTRIBUTES = {
     "geography.river": {"geography.river.length": (30, 6_000)},
     "geography.mountain": {"geography.mountain.height": (500, 8_800)},
 }
+EXTREMES = {
+    "runtime": ("longest", "shortest"),
+    "length": ("greatest", "shortest"),
+    **dict.fromkeys(("population", "area"), ("largest", "smallest")),
+    **dict.fromkeys(
+        ("number of pages", "number of employees", "number of students"), ("largest", "smallest")
+    ),
+    "elevation": ("highest", "lowest"),
+}
+"""Attribute -> the adjectives of its highest and its lowest value, unless it is a year or these are usual."""
 SHAPES = {
     1: ("n1",),
     2: ("n2", "and11"),
@@ -159,6 +169,8 @@ SHAPES = {
 """Level -> shapes of its questions. The digits count relations: n3 is a chain of three, and21 intersects a
 chain of two with one relation, then21 follows a relation from such an intersection."""
 
+WITH_ARTICLE = ("education.university", "geography.river", "visual_art.museum", TEAM, "award.award")
+"""Types with names that have an article within a sentence."""
 GENRES = "comedy tragedy western thriller horror romance musical war crime fantasy adventure heist disaster "
 GENRES += "spy satire noir mystery sport family history"
 STYLES = "jazz blues folk rock punk soul disco techno house reggae ska swing opera gospel country ambient "
@@ -175,7 +187,7 @@ SINGLE = {
 ADJECTIVES = "Amber Bitter Brave Broken Burning Crimson Distant Empty Endless Fallen Final Forgotten Frozen "
 ADJECTIVES += "Gentle Golden Hidden Hollow Hungry Iron Jealous Last Little Lonely Lost Lucky Marble Midnight "
 ADJECTIVES += "Nameless Naked Northern Open Pale Patient Paper Perfect Quiet Restless Rising Sacred Savage "
-ADJECTIVES += "Scarlet Second Secret Seven Shattered Silent Silver Sleeping Southern Stolen Stubborn Sudden "
+ADJECTIVES += "Scarlet Second Secret Sleepy Shattered Silent Silver Sleeping Southern Stolen Stubborn Sudden "
 ADJECTIVES += (
     "Sunken Sweet Tender Thirsty Twisted Unknown Velvet Violet Wandering Wicked Wild Winter Wooden Young"
 )
@@ -417,17 +429,27 @@ def _record(place: World, variable, anchors: list[int], members: set[int]) -> di
 def _phrase(place: World, variable) -> str:
     kind = variable[0]
     if kind == "entity":
-        return place.names[variable[1]]
+        return _called(place, variable[1])
     inner = _phrase(place, variable[1])
     if kind == "neighbors":
         return PHRASES[variable[2]].format(inner)
     if kind == "intersection":
-        return f"{inner} that are also among {_phrase(place, variable[2])}"
+        (_, one, relation), (_, other, second) = variable[1:]
+        if one[0] == other[0] == "entity" and relation == second:
+            return PHRASES[relation].format(f"both {_phrase(place, one)} and {_phrase(place, other)}")
+        who = "who" if RANGES[relation] == PERSON else "that"
+        return f"{inner} {who} are also among {_phrase(place, variable[2])}"
     if kind == "count":
         return inner.removeprefix("the ")
     words = variable[2].split(".")[-1].replace("_", " ")
-    adjectives = ("latest", "earliest") if "year" in words else ("greatest", "smallest")
+    adjectives = EXTREMES.get(words, ("latest", "earliest") if "year" in words else ("greatest", "smallest"))
     return f"Which of {inner} has the {adjectives[kind == 'argmin']} {words}"
+
+
+def _called(place: World, entity: int) -> str:
+    """Return the name of an entity within a sentence."""
+    name, kind = place.names[entity], place.types[entity]
+    return f"the {name}" if kind in WITH_ARTICLE or name.endswith((" Trio", " Quartet")) else name
 
 
 def _named(place: World, variable):
@@ -469,7 +491,7 @@ def _plural(noun: str) -> str:
         return f"{noun.rstrip('f')}ves"
     if noun.endswith("y") and noun[-2] not in "aeo":
         return f"{noun[:-1]}ies"
-    return noun + ("es" if noun.endswith(("s", "x", "sh", "ch")) else "s")
+    return noun + ("es" if noun.endswith(("s", "x", "sh", "ch", "cho")) else "s")
 
 
 def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
@@ -493,7 +515,8 @@ def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
         return rng.sample(choices, size)
 
     def each(size: int, *forms: str) -> list[str]:
-        return [rng.choice(forms).format(word()) for _ in range(size)]
+        drawn = [(rng.choice(forms), word()) for _ in range(size)]
+        return [form.format(name, plural=_plural(name)) for form, name in drawn]
 
     made = {
         PERSON: lambda n: pairs(firsts, lasts, "{} {}", n),
@@ -503,7 +526,7 @@ def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
         "visual_art.painting": lambda n: pairs(nouns, nouns, "{} with {}", n),
         COMPANY: lambda n: each(n, "{} Systems", "{} Foods", "{} Motors", "{} Press", "{} Group"),
         CITY: lambda n: cities,
-        BAND: lambda n: each(n, "The {}s", "{} Trio", "{} Quartet"),
+        BAND: lambda n: each(n, "The {plural}", "{} Trio", "{} Quartet"),
         "education.university": lambda n: [f"University of {city}" for city in rng.sample(cities, n)],
         "geography.river": lambda n: each(n, "{} River"),
         "geography.mountain": lambda n: each(n, "Mount {}"),

@@ -12,9 +12,17 @@ from .world import KINDS, RELATIONS, YEAR, Thing, World
 MAX_MENTIONS = 4
 """Things that a page names because a fact of theirs is about its own thing."""
 LEADS = {
-    "person": ("{s} is a {about}.", "{s} is known as a {about}.", "{s}, a {about}, has had a long career."),
-    "work": ("{s} is a {about}.", "{s} is the title of a {about}.", "The {about} {s} is well remembered."),
-    "place": ("{s} is a {about}.", "{s} is the name of a {about}.", "{s}, a {about}, draws many visitors."),
+    "person": (
+        "{S} is {an_about}.",
+        "{S} is known as {an_about}.",
+        "{S}, {an_about}, has had a long career.",
+    ),
+    "work": ("{S} is {an_about}.", "{S} is the title of {an_about}.", "The {about} {s} is well remembered."),
+    "place": (
+        "{S} is {an_about}.",
+        "{S} is the name of {an_about}.",
+        "{S}, {an_about}, draws many visitors.",
+    ),
 }
 SENTENCES = {
     "person.birthplace": (
@@ -35,23 +43,23 @@ SENTENCES = {
     "person.mentor": (
         "{S} learned the craft from {o}.",
         "An early mentor was {o}.",
-        "{S} often named {o} as mentor.",
+        "{S} often named {o} as a mentor.",
     ),
     "film.director": (
         "{o} directed {s}.",
         "{S} was directed by {o}.",
-        "Behind the camera stood {o}, as director.",
+        "Behind the camera stood {o}, the director.",
     ),
     "film.composer": ("The music is by {o}.", "{o} composed the score.", "The score was composed by {o}."),
     "film.studio": (
         "It was produced by {o}.",
         "{o} was the production company.",
-        "The producing company was {o}.",
+        "{o} produced it.",
     ),
     "film.location": (
         "It was shot in {o}.",
         "Most scenes were filmed in {o}.",
-        "{o} served as the place of filming.",
+        "{o} served as the filming location.",
     ),
     "film.novel": (
         "The script is based on the novel {o}.",
@@ -93,7 +101,7 @@ SENTENCES = {
         "A studio in {o} was used.",
     ),
     "album.year": ("It came out in {o}.", "{S} was released in {o}.", "The year of release is {o}."),
-    "painting.painter": ("{o} painted {s}.", "It was painted by {o}.", "It is by the hand of {o}."),
+    "painting.painter": ("{o} painted {s}.", "It was painted by {o}.", "It is the work of {o}."),
     "painting.museum": ("It hangs in the {o}.", "The {o} holds it.", "Today it belongs to the {o}."),
     "painting.subject": ("It shows {o}.", "The view is of {o}.", "{o} fills the background."),
     "painting.year": ("It was completed in {o}.", "It is dated {o}.", "The year of its completion is {o}."),
@@ -101,11 +109,15 @@ SENTENCES = {
     "company.seat": ("It is based in {o}.", "The headquarters are in {o}.", "{S} has its seat in {o}."),
     "company.year": (
         "It was founded in {o}.",
-        "Its foundation dates from {o}.",
+        "Its founding dates from {o}.",
         "{S} has existed since {o}.",
     ),
-    "city.region": ("It lies in the region of {o}.", "{S} belongs to the region {o}.", "The region is {o}."),
-    "city.mayor": ("The mayor is {o}.", "{o} is mayor.", "{S} is governed by {o}, as mayor."),
+    "city.region": (
+        "It lies in the region of {o}.",
+        "{S} belongs to the region of {o}.",
+        "The region is {o}.",
+    ),
+    "city.mayor": ("The mayor is {o}.", "{o} is mayor.", "{S} is governed by {o}, its mayor."),
     "city.river": (
         "It lies on the {o}.",
         "The {o} flows through it.",
@@ -113,7 +125,7 @@ SENTENCES = {
     ),
     "city.year": (
         "It received its charter in {o}.",
-        "The charter is of {o}.",
+        "The charter dates from {o}.",
         "{S} has been a chartered city since {o}.",
     ),
     "band.singer": ("{o} is the singer.", "{S} is fronted by {o}.", "Its singer is {o}."),
@@ -172,9 +184,9 @@ MENTIONS = (
     "As is well known, {other} {verb} {s}.",
 )
 LIKE_NAMES = (
-    "The name recalls {other}, without any connection.",
+    "The name recalls {other}, but there is no connection.",
     "The name is easily confused with that of {other}.",
-    "A name much like it, that of {other}, has led to errors.",
+    "A similar name, that of {other}, has caused confusion.",
 )
 FILLERS = {
     "person": (
@@ -212,8 +224,13 @@ _NAMED = ("person", "mountain", "museum", "university", "river")
 def named(thing: Thing) -> str:
     """Return the name of a thing within a sentence, with its kind where the name does not tell it."""
     if thing.kind in _NAMED:
-        return f"the {thing.name}" if thing.kind in ("museum", "university", "river") else thing.name
-    return f"the {thing.kind} {thing.name}"
+        return _called(thing)
+    return f"the {thing.kind} {'of ' * (thing.kind in ('city', 'region'))}{thing.name}"
+
+
+def _called(thing: Thing) -> str:
+    """Return the name of a thing within a sentence."""
+    return f"the {thing.name}" if thing.kind in ("museum", "university", "river") else thing.name
 
 
 def pages(world: World) -> Iterator[tuple[str, str, str]]:
@@ -237,13 +254,17 @@ def _text(world: World, thing: Thing, told: list[str], heard: list[str], like: l
     mentions = [(name, other) for name in heard for other in world.inverse[name].get(thing.number, ())]
     for name, other in rng.sample(mentions, min(MAX_MENTIONS, len(mentions))):
         subject = world.things[other]
-        words = {"other": named(subject), "verb": RELATIONS[name].verb, "s": thing.name}
+        words = {"other": named(subject), "verb": RELATIONS[name].verb, "s": _called(thing)}
         body.append(_capital(rng.choice(MENTIONS).format(**words)))
     others = [other for other in rng.sample(like, min(2, len(like))) if other.number != thing.number]
     body += [rng.choice(LIKE_NAMES).format(other=named(other)) for other in others]
     body += rng.sample(FILLERS[style], rng.randint(2, 4))
     rng.shuffle(body)
-    lead = rng.choice(LEADS[style]).format(s=thing.name, about=thing.about)
+    vowel = thing.about[0] in "aeio"  # "u" is that of "university"
+    subject, article = _called(thing), "an" if vowel else "a"
+    lead = rng.choice(LEADS[style]).format(
+        s=subject, S=_capital(subject), about=thing.about, an_about=f"{article} {thing.about}"
+    )
     cut = rng.randint(2, len(body) - 2)
     return f"{' '.join([lead, *body[:cut]])}\n\n{' '.join(body[cut:])}"
 
@@ -251,7 +272,7 @@ def _text(world: World, thing: Thing, told: list[str], heard: list[str], like: l
 def _sentence(world: World, relation: str, thing: Thing, rng: random.Random) -> str:
     value = world.text_of(relation, world.facts[relation][thing.number])
     pronoun = thing.name.split()[-1] if thing.kind == "person" else "it"
-    subject = rng.choice((thing.name, pronoun))
+    subject = rng.choice((_called(thing), pronoun))
     return rng.choice(SENTENCES[relation]).format(s=subject, S=_capital(subject), o=value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from agentrl_env.dataset import stable_seed
@@ -116,6 +117,8 @@ def _ask(world: World, meaning: tuple[Any, ...], rng: random.Random) -> Question
         return None
     it, answer, kind, steps = asked
     who = {"person": "Who", YEAR: "What", "number": "What"}.get(kind, f"Which {kind}")
+    if it.startswith(f"the {kind} "):  # no "Which city is the city ..."
+        who = "What"
     question = rng.choice(STARTS).format(who=who, it=it)
     if answer.lower() in question.lower():
         return None
@@ -146,11 +149,9 @@ def _ask_bridge(world: World, number: int, one: str, other: str, asked: str):
         str(value) if RELATIONS[name].object == YEAR else named(world.things[value])
         for name, value in zip((one, other), values, strict=True)
     ]
-    facts = [
-        f"{RELATIONS[name].verb}{' in' * (RELATIONS[name].object == YEAR)} {word}"
-        for name, word in zip((one, other), words, strict=True)
-    ]
-    it = _of(asked, f"the {thing.kind} {'who' if thing.kind == 'person' else 'that'} {' and '.join(facts)}")
+    verbs = [f"{RELATIONS[name].verb}{' in' * (RELATIONS[name].object == YEAR)}" for name in (one, other)]
+    facts = _joined([f"{verb} {word}" for verb, word in zip(verbs, words, strict=True)], verbs)
+    it = _of(asked, f"the {thing.kind} {'who' if thing.kind == 'person' else 'that'} {facts}")
     answer = world.text_of(asked, world.facts[asked][number])
     return it, answer, RELATIONS[asked].object, [[" ".join([thing.kind, *words]), thing.title]]
 
@@ -169,10 +170,18 @@ def _ask_comparison(world: World, which: str, asked: str, *numbers: int):
     chosen = years.index(min(years) if which == "first" else max(years))
     if values.count(values[chosen]) > 1:
         return None
-    kind, verb = things[0].kind, RELATIONS[dated].verb
+    kind, verb = things[0].kind, RELATIONS[dated].verb.replace("first ", "")
     listed = f"{', '.join(names[:-1])} or {names[-1]}"
     it = f"{_of(asked, f'the {kind} that {verb} {which}')}: {listed}"
     return it, world.text_of(asked, values[chosen]), RELATIONS[asked].object, steps
+
+
+def _joined(facts: list[str], verbs: list[str]) -> str:
+    """Return two facts as one predicate that repeats no word which both verbs start with."""
+    words = zip(*(verb.split() for verb in verbs), strict=False)
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], words)]
+    rest = " ".join(facts[1].split()[len(shared) :])
+    return f"{facts[0]} {rest}" if shared and shared != ["was"] else f"{facts[0]} and {rest}"
 
 
 def _of(name: str, it: str) -> str:

@@ -67,7 +67,7 @@ RELATIONS = {
     "person.birthplace": Relation("person", "city", "the birthplace of {}", "was born in"),
     "person.born": _year("person", "was born", 1850, 1990),
     "person.university": Relation("person", "university", "the university where {} studied", "studied at"),
-    "person.mentor": Relation("person", "person", "the mentor of {}", "had as mentor"),
+    "person.mentor": Relation("person", "person", "the mentor of {}", "was taught by"),
     "film.director": Relation("film", "person", "the director of {}", "was directed by", "director"),
     "film.composer": Relation(
         "film", "person", "the composer of the music of {}", "has music by", "composer"
@@ -104,7 +104,7 @@ RELATIONS = {
     "band.year": _year("band", "was formed", 1955),
     "ship.builder": Relation("ship", "company", "the builder of {}", "was built by"),
     "ship.designer": Relation("ship", "person", "the designer of {}", "was designed by", "engineer"),
-    "ship.port": Relation("ship", "city", "the home port of {}", "has as home port"),
+    "ship.port": Relation("ship", "city", "the home port of {}", "has its home port in"),
     "ship.year": _year("ship", "was launched", 1860),
     "mountain.region": Relation("mountain", "region", "the region of {}", "rises in"),
     "mountain.climber": Relation(
@@ -112,7 +112,7 @@ RELATIONS = {
     ),
     "mountain.year": _year("mountain", "was first climbed", 1850, 1990),
     "museum.city": Relation("museum", "city", "the city of {}", "stands in"),
-    "museum.architect": Relation("museum", "person", "the architect of {}", "was built by", "architect"),
+    "museum.architect": Relation("museum", "person", "the architect of {}", "was designed by", "architect"),
     "museum.year": _year("museum", "was opened", 1850),
     "university.city": Relation("university", "city", "the city of {}", "has its campus in"),
     "university.founder": Relation("university", "person", "the founder of {}", "was founded by", "scholar"),
@@ -121,7 +121,7 @@ RELATIONS = {
     "river.surveyor": Relation(
         "river", "person", "the first surveyor of {}", "was first surveyed by", "geographer"
     ),
-    "region.capital": Relation("region", "city", "the capital of {}", "has as capital"),
+    "region.capital": Relation("region", "city", "the capital of {}", "is governed from"),
     "region.governor": Relation("region", "person", "the governor of {}", "is led by", "politician"),
 }
 PROFESSIONS = {
@@ -135,7 +135,7 @@ ABOUT = {
     "novel": _words("historical adventure detective family coming-of-age satirical war travel"),
     "album": _words("jazz folk rock soul blues disco country ambient"),
     "painting": _words("oil tempera pastel watercolour"),
-    "company": _words("shipping steel publishing textile media glass trading machine"),
+    "company": _words("shipping steel publishing textile media glass trading machinery"),
     "city": _words("market harbour mining university spa border cathedral mill"),
     "band": _words("jazz folk rock soul blues disco country ambient"),
     "ship": _words("cargo passenger survey fishing training sailing"),
@@ -255,7 +255,7 @@ def _things(rng: random.Random, of_kind: dict[str, range], professions: list[str
         "person": lambda: f"{rng.choice(GIVEN)} {rng.choice(surnames)}",
         "company": lambda: f"{rng.choice(stems)} {rng.choice(TRADES)}",
         "city": lambda: rng.choice(stems),
-        "band": lambda: f"The {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}s",
+        "band": lambda: f"The {rng.choice(ADJECTIVES)} {_plural(rng.choice(NOUNS))}",
         "mountain": lambda: f"Mount {rng.choice(stems)}",
         "museum": lambda: f"{rng.choice(stems)} Museum",
         "university": lambda: f"University of {rng.choice(stems)}",
@@ -285,6 +285,15 @@ def _work(rng: random.Random) -> str:
     if form == 1:
         return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     return f"{rng.choice(NOUNS)} of the {rng.choice(NOUNS)}"
+
+
+def _plural(noun: str) -> str:
+    """Return the plural of one of ``NOUNS``."""
+    if noun.endswith(("ief", "lf")):
+        return f"{noun[:-1]}ves"
+    if noun.endswith("y") and noun[-2] not in "aeo":
+        return f"{noun[:-1]}ies"
+    return noun + ("es" if noun.endswith(("s", "x", "sh", "cho")) else "s")
 
 
 def _word(rng: random.Random) -> str:

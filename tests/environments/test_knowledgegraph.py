@@ -1,6 +1,7 @@
 """The knowledge graph: its questions, its tools on both stores, and what a hostile policy gains."""
 
 import json
+import re
 import sys
 import threading
 from collections import Counter
@@ -101,10 +102,31 @@ def test_place_of_the_right_relation_is_not_a_habit_at_level_1(split):
 
 @pytest.mark.parametrize(
     ("noun", "plural"),
-    [("Thief", "Thieves"), ("Library", "Libraries"), ("Valley", "Valleys"), ("Fox", "Foxes")],
+    [
+        ("Thief", "Thieves"),
+        ("Library", "Libraries"),
+        ("Valley", "Valleys"),
+        ("Fox", "Foxes"),
+        ("Echo", "Echoes"),
+        ("Piano", "Pianos"),
+    ],
 )
 def test_names_have_english_plurals(noun, plural):
     assert world._plural(noun) == plural
+
+
+def test_questions_name_the_university_and_repeat_no_relation():
+    """Such as "the alumni of the University of Cedrum", and "the rivers that flow through both A and B"."""
+    repeated = 0
+    for data in (question(2, index) for index in range(400)):
+        text, actions = data["question"], data["actions"]
+        bare = r"(?<!\bthe )\b(University of|\w+ (Museum|River|Prize|Medal|Trio|Quartet)\b)"
+        assert not re.search(bare, text)
+        if "intersection" in actions[-1] and len(actions) == 5:
+            same = actions[1].partition(",")[2] == actions[3].partition(",")[2]
+            repeated += same
+            assert (" both " in text) == same
+    assert repeated >= 10
 
 
 def test_questions_and_the_world_depend_on_the_seed_alone():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -102,6 +103,26 @@ def test_every_fact_stands_on_the_page_of_its_subject():
     for name, facts in known.facts.items():
         for subject in list(facts)[:100]:
             assert known.text_of(name, facts[subject]) in text_of(known.things[subject].title)
+
+
+def test_pages_have_articles_that_fit_and_bands_have_plurals():
+    known = world.world()
+    text = " ".join(page for _, _, page in prose.pages(known))
+    assert " is an oil painting" in text
+    assert not re.findall(r"\b(?:a [aeio]|an [^aeio])\w*", text)
+    assert not re.findall(r"(?<!the )(?<!The )(?:University of|River) [A-Z]\w+", text)
+    bands = [known.things[number].name for number in known.of_kind["band"]]
+    assert {"Thieves", "Wolves", "Foxes"} <= {name.split()[-1] for name in bands}
+    assert not [name for name in bands if re.search(r"(fs|xs|ss|[^aeo]ys|Echos)$", name)]
+
+
+@pytest.mark.parametrize("level", [1, 5, 6])
+def test_questions_repeat_no_word_of_their_start(level):
+    for question in drawn(level, count=500):
+        text = question["question"]
+        assert not re.match(r"Which (\w+) is the \1\b", text)
+        assert not re.search(r"that (was \w+|lies) .* and \1 ", text)
+        assert "first climbed first" not in text
 
 
 @every_level
