@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -24,8 +25,8 @@ START = """seed => {
     if (window.jQuery) jQuery.fx.off = true;
     core.startEpisodeReal();
 }"""
-LOOK = """async () => {
-    await new Promise(done => setTimeout(done, 50));  // what an action schedules with a delay of 0 has run
+LOOK = """async wait => {
+    await new Promise(done => setTimeout(done, wait));  // what an action schedules with a delay of 0 has run
     const hidden = new Set(['query', 'reward-display', 'sync-task-cover', 'click-canvas']);
     const controls = new Set(['INPUT', 'TEXTAREA', 'SELECT', 'BUTTON', 'A']);
     const lines = [], seen = window.seenElements = [];
@@ -71,6 +72,8 @@ LOOK = """async () => {
         lines,
     };
 }"""
+SETTLE_MS = 50
+"""Milliseconds after an action, in which the page changes."""
 ELEMENT = "ref => window.seenElements[ref - 1]"
 
 
@@ -149,7 +152,11 @@ class Visit:
 
     def look(self) -> dict:
         """Return the instruction, the lines of the page, and whether the problem is over, with its reward."""
-        return self.browser.run(self.page.evaluate(LOOK))
+        return self.browser.run(self.page.evaluate(LOOK, SETTLE_MS))
+
+    def seek(self, seed: int, step: int, wanted: Callable[[dict], bool]) -> int:
+        """Show the first wanted problem of the seeds from ``seed`` on, and return its seed."""
+        return self.browser.run(self._seek(seed, step, wanted))
 
     def click(self, element: int) -> None:
         """Click the middle of an element with the mouse. Raises CannotAct."""
@@ -170,6 +177,12 @@ class Visit:
     def close(self) -> None:
         """Close the page and its context."""
         self.browser.run(self.page.context.close())
+
+    async def _seek(self, seed, step, wanted):
+        while not wanted(await self.page.evaluate(LOOK, 0)):
+            seed += step
+            await self.page.evaluate(START, seed)
+        return seed
 
     async def _element(self, number):
         return (await self.page.evaluate_handle(ELEMENT, number)).as_element()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,13 +11,13 @@ from agentrl_env import Done, Environment, Reply, ToolCall, ToolError, tool
 from agentrl_env.dataset import stable_seed
 
 from .browser import Browser, CannotAct
-from .oracle import next_call
+from .oracle import CHOICES, must_be_read, next_call
 
 LEVELS = {
-    1: ("click-button", "click-link", "click-dialog-2", "click-option", "choose-list"),
+    1: ("click-button", "click-link", "click-option", "choose-list"),
     2: (
-        "enter-text", "enter-text-dynamic", "enter-password", "login-user", "click-checkboxes",
-        "simple-algebra", "read-table",
+        "click-dialog-2", "enter-text", "enter-text-dynamic", "enter-password", "login-user",
+        "click-checkboxes", "simple-algebra", "read-table",
     ),
     3: (
         "find-word", "multi-orderings", "click-collapsible-2-nodelay", "use-autocomplete-nodelay",
@@ -27,7 +28,7 @@ LEVELS = {
 PAGES = {page for pages in LEVELS.values() for page in pages}
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 REMAINDERS = {"train": 0, "validation": 1, "test": 2}
-"""Remainder by 3 of the seeds of a split."""
+"""Remainder by the number of splits of the seeds of a split."""
 TEXT_FIELDS = {"text", "password", "textarea", "search", "number", "email"}
 RULES = "Do what the instruction says. Elements have numbers in brackets, which change with the page."
 
@@ -46,7 +47,9 @@ class Problems:
             raise IndexError(index)
         pages = LEVELS[self.level]
         drawn = stable_seed("miniwob", self.split, self.level, index) % 2**29
-        return {"page": pages[index % len(pages)], "seed": 3 * drawn + REMAINDERS[self.split]}
+        seed = len(REMAINDERS) * drawn + REMAINDERS[self.split]
+        problem = {"page": pages[index % len(pages)], "seed": seed}
+        return problem | {"must_be_read": True} if self.level == 1 else problem
 
 
 class Miniwob(Environment):
@@ -92,7 +95,7 @@ class Miniwob(Environment):
             text: What to write.
         """
         if self._line(element).get("type") not in TEXT_FIELDS:
-            raise ToolError(f"Element {element} is no text field.")
+            raise ToolError(f"Element {element} is not a text field.")
         return self._after("write", element, "".join(letter for letter in text if letter.isprintable()))
 
     @tool
@@ -105,14 +108,14 @@ class Miniwob(Environment):
         """
         options = self._line(element).get("options")
         if options is None:
-            raise ToolError(f"Element {element} is no list.")
+            raise ToolError(f"Element {element} is not a list.")
         if option not in options:
             raise ToolError(f"The list has no such option. It has: {', '.join(options)}.")
         return self._after("choose", element, option)
 
     @tool
     def press(self, key: Literal["Enter", "Tab", "Escape", "ArrowDown", "ArrowUp", "Backspace"]):
-        """Press a key, which the element that was used last gets.
+        """Press a key in the element that was used last.
 
         Args:
             key: Name of the key.
@@ -140,11 +143,16 @@ class Miniwob(Environment):
             self._after(name, *arguments)
 
     def _begin(self, data):
-        page, seed = data["page"], data["seed"]
+        page, seed, read = data["page"], data["seed"], data.get("must_be_read", False)
         if page not in PAGES or not isinstance(seed, int):
             raise ValueError("a problem has a page, one of those listed above, and a whole number as seed")
-        self.data, self.calls = {"page": page, "seed": seed}, []
+        if read and page not in CHOICES:
+            raise ValueError(f"must_be_read is for the pages {', '.join(CHOICES)}, not for {page}")
         self.visit = self.browser.open(page, seed)
+        if read:
+            wanted = partial(must_be_read, page)
+            seed = self.visit.seek(seed, len(REMAINDERS), lambda seen: wanted(seen["query"], seen["lines"]))
+        self.data, self.calls = {"page": page, "seed": seed}, []
         self.seen = self.visit.look()
 
     def _line(self, element):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+LEAST_CHOICES = 4
+"""Different choices of a page that must be read."""
 Line = dict
 """A line of the page: ``text`` alone, or an element with ``ref``, ``tag``, ``classes`` and its state."""
 
@@ -12,6 +14,13 @@ Line = dict
 def next_call(page: str, query: str, lines: list[Line]) -> tuple[str, dict]:
     """Return the tool and the arguments of the next action on a page."""
     return ORACLES[page](query, lines)
+
+
+def must_be_read(page: str, query: str, lines: list[Line]) -> bool:
+    """Return True if a page has several choices, and clicking its elements in order takes a wrong one."""
+    wanted, choices = CHOICES[page](query, lines)
+    in_order = choices[-1] if page == "click-option" else choices[0]
+    return len({*choices}) >= LEAST_CHOICES and wanted != in_order
 
 
 def quoted(query: str) -> list[str]:
@@ -26,6 +35,21 @@ def find(lines: list[Line], text: str | None = None, **wanted) -> Line | None:
         if "ref" in line and fits and text in (None, line.get("text")):
             return line
     return None
+
+
+def texts(lines: list[Line], **wanted) -> list[str]:
+    """Return the texts of the elements with attributes, in their order."""
+    return [line["text"] for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+
+
+def selected(query: str) -> str:
+    """Return the name after "Select" in an instruction."""
+    return re.match(r"Select (.*?)(?: from the list)? and click Submit\.", query)[1]
+
+
+def labels(lines: list[Line]) -> list[str]:
+    """Return the labels of the radio buttons, which stand behind them."""
+    return [after["text"] for line, after in pairwise(lines) if line.get("type") == "radio"]
 
 
 def click(line: Line) -> tuple[str, dict]:
@@ -77,7 +101,7 @@ def login(query, lines):
 
 
 def option(query, lines):
-    wanted = labelled(lines, re.fullmatch(r"Select (.*) and click Submit\.", query)[1])
+    wanted = labelled(lines, selected(query))
     return click(find(lines, "Submit") if wanted["checked"] else wanted)
 
 
@@ -90,7 +114,7 @@ def checkboxes(query, lines):
 
 
 def choose(query, lines):
-    wanted, box = re.fullmatch(r"Select (.*) from the list.*", query)[1], find(lines, tag="select")
+    wanted, box = selected(query), find(lines, tag="select")
     if box["value"] != wanted:
         return "select", {"element": box["ref"], "option": wanted}
     return click(find(lines, "Submit"))
@@ -196,3 +220,10 @@ ORACLES = {
     "search-engine": search,
     "social-media": social,
 }
+CHOICES = {
+    "click-button": lambda query, lines: (quoted(query)[0], texts(lines, tag="button")),
+    "click-link": lambda query, lines: (quoted(query)[0], texts(lines, classes="alink")),
+    "click-option": lambda query, lines: (selected(query), labels(lines)),
+    "choose-list": lambda query, lines: (selected(query), find(lines, tag="select")["options"]),
+}
+"""Page of level 1 -> the text of the right choice, and those of all choices in their order."""

@@ -76,6 +76,33 @@ def test_splits_share_no_seed():
         assert all(one == other or not seeds[one] & seeds[other] for other in seeds)
 
 
+async def clicked_in_order(session):
+    """Click the elements one after the other, and return the reward."""
+    for element in range(1, 20):
+        result = await session.step(call("click", element=element))
+        if result.done:
+            return result.reward
+    return 0.0
+
+
+async def test_clicking_in_order_solves_no_problem_of_level_1(client):
+    for index in range(len(task.LEVELS[1])):
+        session = await client.open("miniwob", split="test", index=index)
+        await session.step(call("press", key="Tab"))
+        (fork,) = await session.fork(1)  # opens the seed that was found
+        assert await clicked_in_order(session) == 0.0
+        assert (await play(fork))[1] == 1.0
+
+
+async def test_problem_with_a_seed_alone_is_the_page_s_own(client):
+    official = {"page": "click-button", "seed": 2}  # its first button is the right one
+    assert await clicked_in_order(await client.open("miniwob", sample=official)) == 1.0
+    session = await client.open("miniwob", sample=official | {"must_be_read": True})
+    assert await clicked_in_order(session) == 0.0
+    with pytest.raises(Exception, match="must_be_read is for the pages click-button, click-link"):
+        await client.open("miniwob", sample={"page": "find-word", "seed": 2, "must_be_read": True})
+
+
 async def test_wrong_click_ends_the_episode_without_reward(client):
     session = await client.open("miniwob", sample={"page": "enter-text", "seed": 1})
     right = json.loads((await session.expert()).tool_calls[0].function.arguments)["element"]
@@ -87,8 +114,8 @@ async def test_what_an_element_is_not_for_is_an_error_that_the_model_reads(clien
     session = await client.open("miniwob", sample={"page": "choose-list", "seed": 1})
     for move, answer in (
         (call("click", element=99), "no element 99"),
-        (call("type", element=1, text="x"), "no text field"),
-        (call("select", element=2, option="x"), "no list"),
+        (call("type", element=1, text="x"), "not a text field"),
+        (call("select", element=2, option="x"), "not a list"),
         (call("select", element=1, option="nowhere"), "no such option"),
     ):
         result = await session.step(move)
