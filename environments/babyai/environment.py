@@ -16,7 +16,7 @@ MAX_STEPS = 10
 """Cells of one call of ``forward``."""
 RULES = (
     "Carry out the mission in a grid of rooms. You see a square of cells in front of you, up to 6 ahead and "
-    "3 to each side. To pick up, open or unlock a thing, stand right before it and face it."
+    "3 to each side. To pick up, open or unlock a thing, stand directly in front of it."
 )
 
 
@@ -40,7 +40,7 @@ class Babyai(Environment):
 
     @tool
     def turn(self, direction: Literal["left", "right"]):
-        """Turn by a quarter.
+        """Turn by 90 degrees.
 
         Args:
             direction: Where to turn.

@@ -62,7 +62,8 @@ class Sight:
                 break
             free += 1
         cells = f"{free} free cell{'s' * (free != 1)}"
-        return cells if what == "unseen" else f"{cells}, then a {name}"
+        article = "an" if name.startswith("open") else "a"
+        return cells if what == "unseen" else f"{cells}, then {article} {name}"
 
     def places(self) -> list[tuple[int, int]]:
         """Return the places of the things in view, as cells to the right and ahead, the nearest first."""

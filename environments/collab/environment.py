@@ -139,14 +139,14 @@ class Collab(Environment):
     def _request(self, specification):
         domain = specification.domain
         none = ", or None" if "missing" in specification.choices else ""
-        twice = ", not always a different one" if "duplicates" in specification.choices else ""
+        twice = ", not always unique" if "duplicates" in specification.choices else ""
         return (
             f"I need a Python function {domain.function}(records) for {domain.purpose}. Each record is a "
-            f"dict of one of the {domain.things}: id (a whole number{twice}), {domain.label} and "
-            f"{domain.group} (text), {domain.amount} (a whole number{none}) and {domain.number} (a whole "
-            f"number). It should pick the right {domain.things} and make something of them; I have the "
-            "details in mind. Ask me about them with ask(), one or two at a time, then hand in the code with "
-            f"submit(). You have {self.max_turns} turns."
+            f"dict that describes one of the {domain.things}: id (a whole number{twice}), {domain.label} "
+            f"and {domain.group} (text), {domain.amount} (a whole number{none}) and {domain.number} (a "
+            f"whole number). It should select the right {domain.things} and compute something from them. I "
+            "know the details: ask me about them with ask(), one or two at a time, then hand in the code "
+            f"with submit(). You have {self.max_turns} turns."
         )
 
 

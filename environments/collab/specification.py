@@ -139,17 +139,17 @@ _AMOUNT, _NUMBER = {"n": range(40, 161)}, {"n": range(5, 16)}
 ASPECTS: dict[str, dict[str, Option]] = {
     "duplicates": {
         "first": Option(
-            "Where an id comes more than once, only the first of its {things} counts. "
-            "Look at that before all else.",
+            "If an id occurs more than once, only the first of its {things} counts. "
+            "Apply this before anything else.",
             "seen = set()\nrows = [row for row in rows if not (row['id'] in seen or seen.add(row['id']))]",
         ),
         "last": Option(
-            "Where an id comes more than once, only the last of its {things} counts, at its own place. "
-            "Look at that before all else.",
+            "If an id occurs more than once, only the last of its {things} counts, in its own position. "
+            "Apply this before anything else.",
             "rows = [row for i, row in enumerate(rows) if row['id'] not in [r['id'] for r in rows[i + 1:]]]",
         ),
         "none": Option(
-            "Where an id comes more than once, none of its {things} counts. Look at that before all else.",
+            "If an id occurs more than once, none of its {things} count. Apply this before anything else.",
             "ids = [row['id'] for row in rows]\nrows = [row for row in rows if ids.count(row['id']) == 1]",
         ),
     },
@@ -251,18 +251,20 @@ ASPECTS: dict[str, dict[str, Option]] = {
         ),
     },
     "output": {
-        "labels": Option("Return a list of the {label} of each.", "return [row['{label}'] for row in rows]"),
+        "labels": Option(
+            "Return a list with the {label} of each.", "return [row['{label}'] for row in rows]"
+        ),
         "ids": Option("Return a list of their ids.", "return [row['id'] for row in rows]"),
         "pairs": Option(
             "Return a list of pairs, each a list of the id and the {amount}.",
             "return [[row['id'], row['{amount}']] for row in rows]",
         ),
         "total": Option(
-            "Return a list of two numbers: how many there are, and the sum of their {amount}.",
+            "Return a list of two numbers: how many there are, and their total {amount}.",
             "return [len(rows), sum(row['{amount}'] for row in rows)]",
         ),
         "groups": Option(
-            "Return a dict from each {group} that is left to the sum of its {amount}.",
+            "Return a dict from each {group} that is left to its total {amount}.",
             "sums = {{}}\nfor row in rows:\n"
             "    sums[row['{group}']] = sums.get(row['{group}'], 0) + row['{amount}']\nreturn sums",
         ),
@@ -277,7 +279,7 @@ ASPECTS: dict[str, dict[str, Option]] = {
 PLAIN_OUTPUTS = ("labels", "ids", "people")
 """Outputs without the amount, which only level 1 has: beyond it, the amount is changed."""
 DEFAULTS = {
-    "duplicates": "No id comes more than once.",
+    "duplicates": "No id occurs more than once.",
     "missing": "No value is ever missing.",
     "value": "Take each {amount} as it is.",
     "order": "Keep them in the order in which they come.",

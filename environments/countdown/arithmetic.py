@@ -24,7 +24,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
         match = TOKEN.match(text, place)
         if match is None or (match[1].isdigit() and tokens and tokens[-1].isdigit()):
             found = text[place : place + 10].strip()
-            raise NotAnExpression(f"{found!r} is not expected; it has whole numbers, + - * / and parentheses")
+            raise NotAnExpression(f"{found!r} is not expected; use whole numbers, + - * / and parentheses")
         tokens.append(match[1])
         place = match.end()
     parser = _Parser(tokens)

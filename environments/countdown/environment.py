@@ -27,12 +27,12 @@ class Countdown(Environment):
         shown = ", ".join(map(str, self.numbers))
         return (
             f"Reach {self.target} from {shown} with + - * / and parentheses. Each number can be used once. "
-            "calculate() tells the value of an expression; answer() gives the final one."
+            "calculate() shows the value of an expression; answer() gives the final one."
         )
 
     @tool
     def calculate(self, expression: str):
-        """Tell the value of an expression of the given numbers.
+        """See the value of an expression of the given numbers.
 
         Args:
             expression: Such as "(7 + 3) * 2".
@@ -68,7 +68,7 @@ class Countdown(Environment):
         try:
             value, used = evaluate(expression)
         except NotAnExpression as error:
-            raise ToolError(f"This is no valid expression: {error}.") from error
+            raise ToolError(f"This is not a valid expression: {error}.") from error
         extra = Counter(used) - Counter(self.numbers)
         if extra:
             wrong = ", ".join(map(str, extra))

@@ -254,7 +254,7 @@ class Knowledgegraph(Environment):
         number = int(text[1:]) if re.fullmatch(r"#[0-9]{1,9}", text) else MAX_VARIABLES
         if number >= len(self.variables):
             known = f"there are #0 to #{len(self.variables) - 1}" if self.variables else "there is none yet"
-            raise ToolError(f"{text!r:.80} is no variable; {known}.")
+            raise ToolError(f"{text!r:.80} is not a variable; {known}.")
         variable, kind = self.variables[number]
         if variable[0] == "count":
             raise ToolError(f"{text} is a number, not a set of entities.")

@@ -183,7 +183,7 @@ class OsInteraction(Environment):
         done, ended = self._in_shell(script)
         self.seen = done.stdout.strip()
         if not self.box.alive:
-            return Done(f"{done.text}\nThe machine has died of it.")
+            return Done(f"{done.text}\nThe command has stopped the machine.")
         if done.killed_by in KILLS_ALL:
             self._start(self.box)
         text = self._described(done)

@@ -98,4 +98,4 @@ class Sokoban(Environment):
 
     def _view(self):
         boxes = len(self.board.targets)
-        return f"{self.board.text(self.position)}\n{int(self._placed())} of {boxes} boxes on targets"
+        return f"{self.board.text(self.position)}\nBoxes on targets: {int(self._placed())} of {boxes}"

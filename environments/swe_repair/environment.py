@@ -51,7 +51,7 @@ class SweRepair(Environment):
 
     @tool
     def bash(self, command: str):
-        """Run a command in the repository with bash. Files stay, processes do not.
+        """Run a command in the repository with bash. Files are kept, processes are not.
 
         Args:
             command: Such as "ls -R", "grep -n merge *.py" or "python3 -m pytest -q".
@@ -105,7 +105,7 @@ class SweRepair(Environment):
         """Hand in the repository as it is now. This ends the task."""
         passed = self._passed()
         share = sum(passed) / len(passed)
-        note = "All hidden tests pass." if all(passed) else f"{passed.count(False)} hidden tests fail."
+        note = "All hidden tests pass." if all(passed) else f"Hidden tests that fail: {passed.count(False)}."
         return Done(note, reward=float(all(passed)), metrics={"tests_passed": share})
 
     def close(self):
@@ -152,7 +152,7 @@ class SweRepair(Environment):
         return box
 
     def _dead(self, text):
-        return Done(f"{text}\nThe machine has died of it.", metrics={"tests_passed": 0.0})
+        return Done(f"{text}\nThe command has stopped the machine.", metrics={"tests_passed": 0.0})
 
     def _read(self, path):
         try:

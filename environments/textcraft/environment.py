@@ -71,7 +71,7 @@ class Textcraft(Environment):
 
     @tool
     def get(self, items: str):
-        """Take things that no recipe makes.
+        """Take things that have no recipe.
 
         Args:
             items: A count and a thing, such as "3 oak log".
@@ -88,7 +88,7 @@ class Textcraft(Environment):
 
     @tool
     def craft(self, item: str, using: str):
-        """Craft a thing by its recipe, or several times at once by a multiple of it.
+        """Craft a thing with its recipe, or with a multiple of all its numbers.
 
         Args:
             item: A count and a thing, such as "4 oak plank".
@@ -157,7 +157,7 @@ class Textcraft(Environment):
 
     def _add(self, item, count):
         if self.held.get(item, 0) + count > MAX_COUNT:
-            raise ToolError(f"You can hold {MAX_COUNT:,} pieces of a thing at most.")
+            raise ToolError(f"You can hold {MAX_COUNT:,} of a thing at most.")
         self.held[item] = self.held.get(item, 0) + count
 
     def _parse(self, text):
@@ -166,6 +166,6 @@ class Textcraft(Environment):
         for one in text[:2000].split(","):
             match = AMOUNT.fullmatch(one.strip().lower())
             if match is None or int(match[1]) == 0 or match[2] in found:
-                raise ToolError(f'{one.strip()!r:.80} is no count and thing, such as "3 oak log".')
+                raise ToolError(f'{one.strip()!r:.80} is not a count and a thing, such as "3 oak log".')
             found[match[2]] = int(match[1])
         return found

@@ -121,6 +121,8 @@ def test_view_counts_cells_from_the_agent():
     assert sight.line(1, 0) == "1 free cell, then a wall"
     assert sight.line(-1, 0) == "3 free cells"
     assert sight.things() == ["- red ball: 1 ahead, 1 left", "- closed blue door: 4 ahead"]
+    image[3, 2] = (4, 0, 0)
+    assert view.Sight(image).line(0, 1) == "3 free cells, then an open red door"
 
 
 async def test_walk_stops_before_a_cell_that_is_not_free(client):

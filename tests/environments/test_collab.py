@@ -138,7 +138,7 @@ async def test_partner_tells_what_is_asked_two_details_at_a_time(client):
 async def test_partner_says_what_a_level_leaves_alone(client):
     session = await client.open("collab", split="test", index=0)
     assert await said(session, "Can an id be a duplicate, and can a value be missing?") == (
-        "No id comes more than once. No value is ever missing."
+        "No id occurs more than once. No value is ever missing."
     )
 
 

@@ -59,6 +59,19 @@ def test_doing_nothing_and_guessing_fail(level):
             environment.close()
 
 
+@every_level
+def test_questions_are_english(level):
+    """Names have the kind of their row, heights are not "highest", and nobody orders a town."""
+    for number in generator.numbers("test")[:150]:
+        problem = generator.generate(int(level[1:] or 1), number)
+        text = problem.question
+        assert not re.search(r"\ba [aeio]|\ban [^aeio]", text)
+        assert not re.search(r"(high|low)est (height|width|length|weight|size|capacity|stock)", text)
+        for name, *_ in problem.tables[0].rows:
+            assert text.count(name) == text.count(f" called {name}")
+        assert level != "-3" or problem.tables[0].name not in ("towns", "players")
+
+
 @pytest.mark.parametrize("count", [100, pytest.param(None, marks=pytest.mark.slow)])
 @every_level
 def test_problems_are_distinct_and_splits_share_none(level, count):

@@ -268,7 +268,7 @@ async def test_variables_of_another_session_do_not_exist(client):
     assert not result.done
     assert result.messages[0].content == "There is no variable #0."
     result = await other.step(Message.assistant(None, ToolCall.of("count", variable="#0")))
-    assert "is no variable" in result.messages[0].content
+    assert "is not a variable" in result.messages[0].content
 
 
 async def test_entities_of_other_questions_cannot_be_looked_up(client):

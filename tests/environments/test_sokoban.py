@@ -137,7 +137,7 @@ async def test_boxes_on_targets_are_a_metric_of_every_turn(client):
     session = await client.open("sokoban", sample={"level": 1, "board": text})
     result = await session.step(move("right"))
     assert result.metrics["boxes_placed"] == 1.0
-    assert "1 of 2 boxes on targets" in result.messages[0].content
+    assert "Boxes on targets: 1 of 2" in result.messages[0].content
     result = await session.step(Message.assistant(None, ToolCall.of("restart")))
     assert result.metrics["boxes_placed"] == -1.0
 

@@ -1,6 +1,8 @@
 """The three starter tasks, at every level."""
 
 import json
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from agentrl_env.hosting.loader import load_target
 
 FOLDER = Path(__file__).parents[2] / "environments"
 TASKS = {name: load_target(str(FOLDER / name)) for name in ("household", "shop", "sql")}
+sql_questions = sys.modules[f"{TASKS['sql'].__module__.rpartition('.')[0]}.questions"]
 every_task = pytest.mark.parametrize("task", TASKS)
 every_level = pytest.mark.parametrize("level", ["", "-2", "-3"])
 
@@ -135,6 +138,19 @@ async def test_another_seed_gives_another_problem(task):
     async with EnvClient.local(TASKS[task]) as client:
         answers = {str((await play_by_expert(client, task, index=0, seed=seed))[0]) for seed in range(30)}
     assert len(answers) > 1
+
+
+async def test_offers_count_one_coin_and_questions_have_fitting_adjectives():
+    async with EnvClient.local(TASKS["shop"]) as client:
+        seen = []
+        for index in range(60):
+            conversation, *_ = await play_by_expert(client, "shop", split="test-3", index=index)
+            seen += [str(message.content) for message in conversation]
+    assert any(", shipping 1 coin," in text for text in seen)
+    assert not [text for text in seen if re.search(r"\b1 (coins|stars)\b", text)]
+    asked = {sql_questions.fill(data)[0] for data in sql_questions.questions(2, "test")}
+    assert any("has the greatest length" in text for text in asked)
+    assert not [text for text in asked if re.search(r"(high|low)est (stock|weight|length)", text)]
 
 
 @every_task

@@ -139,19 +139,19 @@ def case(rng, on, n):
             lines.append(f"c.{n['get']}({key!r}, now={now})")
     key, kind = rng.choice(letters), rng.randint(0, 5)
     title, end = (
-        ("looking at the keys", "[c.keys(), c.dropped]"),
+        ("looking at the keys of", "[c.keys(), c.dropped]"),
         (
-            "asking for a value",
+            "asking for a value from",
             f"[c.{n['get']}({key!r}, 'none', now={now + rng.randint(0, life)}), c.keys()]",
         ),
-        ("counting hits", f"[c.{n['hits']}, c.{n['misses']}, c.{n['rate']}()]"),
-        ("peeking", f"[[c.peek(k, now={now + rng.randint(0, life)}) for k in {letters!r}], c.keys()]"),
+        ("counting the hits of", f"[c.{n['hits']}, c.{n['misses']}, c.{n['rate']}()]"),
+        ("peeking into", f"[[c.peek(k, now={now + rng.randint(0, life)}) for k in {letters!r}], c.keys()]"),
         ("shrinking", f"c.resize({rng.randint(1, capacity)})\n[c.keys(), c.dropped, c.capacity]"),
-        ("looking at what was dropped", "c.dropped"),
+        ("looking at what was dropped from", "c.dropped"),
     )[kind]
     if rng.random() < 0.03:
         return "the capacity is small", f"{n['Cache']}({rng.randint(-1, 1)}).capacity"
-    return f"{title} of a cache that was used", "\n".join([*lines, end])
+    return f"{title} a cache that was used", "\n".join([*lines, end])
 
 
 FAMILY = Family(

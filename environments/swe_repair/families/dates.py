@@ -151,7 +151,7 @@ def case(rng, on, n):
         return "counting working days", f"{new}c.{n['working']}({near!r}, {later!r})"
     if kind == "after":
         return (
-            "counting on by working days",
+            "counting forward by working days",
             f"{new}[c.{n['after']}({near!r}, k) for k in ({rng.randint(-6, 0)}, {rng.randint(1, 8)})]",
         )
     if kind == "due":

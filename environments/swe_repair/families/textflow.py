@@ -167,7 +167,7 @@ def case(rng, on, n):
         )
     if kind == "pad":
         return (
-            "filling up with blanks",
+            "padding with blanks",
             f"pad({rng.choice(LETTERS)!r}, {rng.randint(3, 12)}, {rng.choice(('left', 'right', 'center'))!r})",
         )
     return (
