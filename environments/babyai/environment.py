@@ -9,7 +9,7 @@ from pydantic import Field
 
 from agentrl_env import Done, Environment, Reply, ToolCall, tool
 
-from .levels import LEVELS, NUM_SAMPLES, Problems, make
+from .levels import LEVELS, NUM_SAMPLES, Problems, start
 from .view import describe
 
 MAX_STEPS = 10
@@ -114,8 +114,7 @@ class Babyai(Environment):
         if level not in {name for names in LEVELS.values() for name in names} or not isinstance(seed, int):
             raise ValueError("a problem has a level, one of those in levels.py, and a whole number as seed")
         self.data, self.actions, self.bot, self.advice, self.taken = dict(data), [], None, None, None
-        self.env = make(level)
-        self.seen, _ = self.env.reset(seed=seed)
+        self.env, self.seen = start(level, seed)
 
     def _act(self, names):
         """Take actions in order, up to one without an effect; the moves of one call are one turn."""

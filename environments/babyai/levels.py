@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gymnasium
 from minigrid.envs.babyai.core import roomgrid_level
+from minigrid.envs.babyai.core.verifier import PickupInstr
+from minigrid.utils.baby_ai_bot import BabyAIBot
 
 from agentrl_env.dataset import stable_seed
 
@@ -18,8 +20,10 @@ LEVELS = {
     3: ("GoToObjMazeS4", "UnlockLocalDist", "KeyCorridorS3R2", "KeyCorridorS4R3"),
 }
 """BabyAI's names of the levels: one room; doors and two things; several rooms, locked doors."""
-MAX_STEPS = {1: 24, 2: 48, 3: 128}
-"""Actions of an episode; BabyAI's bot needs at most 17, 32 and 104 in the first 200 problems of the tests."""
+MAX_STEPS = {1: 18, 2: 48, 3: 128}
+"""Actions of an episode; BabyAI's bot needs at most 14, 32 and 104 in the first 200 problems of the tests."""
+LEAST_IN_VIEW = 4
+"""Things in view at the start of a problem of level 1."""
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(2), "validation": range(2, 4), "train": range(4, 10)}
 """Tenths of all problems that a split has, by a hash of the problem."""
@@ -43,8 +47,10 @@ class Problems:
         while True:
             seed = stable_seed("babyai", self.split, self.difficulty, index, attempt) % 2**31
             seen, _ = env.reset(seed=seed)
-            read = self.difficulty > 1 or must_be_read(env, Sight(seen["image"]))
-            if read and tenth(env) in SHARES[self.split]:
+            drawn = tenth(env) in SHARES[self.split]
+            if drawn and (
+                self.difficulty > 1 or (must_be_read(env, Sight(seen["image"])) and can_be_won(env))
+            ):
                 return {"level": name, "seed": seed}
             attempt += 1
 
@@ -57,10 +63,40 @@ def make(name: str) -> gymnasium.Env:
 
 
 def must_be_read(env: gymnasium.Env, sight: Sight) -> bool:
-    """Return True if the thing of the mission is not the nearest one in view, which is listed first."""
-    world, nearest = env.unwrapped, sight.places()[:1]
+    """Return True if several things are in view, and the nearest, which is listed first, is not wanted."""
+    world, places = env.unwrapped, sight.places()
     wanted = [world.get_view_coords(*place) for place in world.instrs.desc.obj_poss]
-    return not any(sight.place_of(column, row) in nearest for column, row in wanted)
+    nearest = any(sight.place_of(column, row) in places[:1] for column, row in wanted)
+    return len(places) >= LEAST_IN_VIEW and not nearest
+
+
+def can_be_won(env: gymnasium.Env) -> bool:
+    """Return True if BabyAI's bot completes the mission in strict mode: it does not if things bar the way."""
+    be_strict(env)
+    bot, action, done, reward = BabyAIBot(env), None, False, 0.0
+    while not done:
+        action = bot.replan(action)
+        _, reward, terminated, truncated, _ = env.step(action)
+        done = terminated or truncated
+    return reward > 0
+
+
+def be_strict(env: gymnasium.Env) -> None:
+    """Let picking up a wrong thing fail the mission, as BabyAI's strict mode does.
+
+    Without it, picking up one thing after the other finds the right one.
+    """
+    if isinstance(env.unwrapped.instrs, PickupInstr):
+        env.unwrapped.instrs.strict = True
+
+
+def start(name: str, seed: int) -> tuple[gymnasium.Env, dict]:
+    """Return a level with a problem, and what is seen."""
+    env = make(name)
+    seen, _ = env.reset(seed=seed)
+    if name in LEVELS[1]:
+        be_strict(env)
+    return env, seen
 
 
 def tenth(env: gymnasium.Env) -> int:

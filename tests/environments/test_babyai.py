@@ -1,5 +1,6 @@
 """BabyAI: its levels and splits, the bot as expert, the view as text, and what a hostile policy gains."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -89,6 +90,20 @@ def test_nearly_all_of_a_thousand_held_out_problems_differ(difficulty):
     assert len(drawn("test", difficulty, 1000)) >= 990
 
 
+async def test_picking_up_one_thing_after_the_other_fails_at_level_1(client):
+    for index in range(40):
+        session = await client.open("babyai", split="test", index=2 + 4 * index)  # PickupDist
+        seen = session.messages[-1].content
+        mission = re.search("Mission: pick up (?:a|the) (.*)", seen)[1]
+        near = re.search(r"- (\w+ \w+): (\d) ahead$", seen, re.MULTILINE)
+        if near and not set(mission.split()) & set(near[1].split()):
+            break
+    await session.step(call("forward", steps=10))
+    result = await session.step(call("pick_up"))
+    assert (result.terminated, result.reward) == (True, 0.0)
+    assert result.messages[0].content == "The mission has failed."
+
+
 def test_wanted_thing_of_level_1_is_not_listed_first():
     problems, named = levels.Problems("test", 1), 0
     for index in range(24):
@@ -99,6 +114,7 @@ def test_wanted_thing_of_level_1_is_not_listed_first():
         if listed and wanted.color and wanted.type and not wanted.loc:
             named += 1
             assert f"- {wanted.color} {wanted.type}:" not in listed[0]
+        assert len(listed) >= levels.LEAST_IN_VIEW
     assert named >= 6
 
 
