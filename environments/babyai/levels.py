@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gymnasium
+import numpy as np
 from minigrid.envs.babyai.core import roomgrid_level
 from minigrid.envs.babyai.core.verifier import PickupInstr
 from minigrid.utils.baby_ai_bot import BabyAIBot
@@ -42,15 +43,13 @@ class Problems:
         if not 0 <= index < len(self):
             raise IndexError(index)
         names = LEVELS[self.difficulty]
-        name, attempt = names[index % len(names)], 0
+        name, place, attempt = names[index % len(names)], index // len(names) % LEAST_IN_VIEW, 0
         env = make(name)
         while True:
             seed = stable_seed("babyai", self.split, self.difficulty, index, attempt) % 2**31
             seen, _ = env.reset(seed=seed)
             drawn = tenth(env) in SHARES[self.split]
-            if drawn and (
-                self.difficulty > 1 or (must_be_read(env, Sight(seen["image"])) and can_be_won(env))
-            ):
+            if drawn and (self.difficulty > 1 or (has_place(env, seen["image"], place) and can_be_won(env))):
                 return {"level": name, "seed": seed}
             attempt += 1
 
@@ -62,12 +61,17 @@ def make(name: str) -> gymnasium.Env:
     return gymnasium.make(f"BabyAI-{name}-v0", disable_env_checker=True, max_steps=steps)
 
 
-def must_be_read(env: gymnasium.Env, sight: Sight) -> bool:
-    """Return True if several things are in view, and the nearest, which is listed first, is not wanted."""
-    world, places = env.unwrapped, sight.places()
-    wanted = [world.get_view_coords(*place) for place in world.instrs.desc.obj_poss]
-    nearest = any(sight.place_of(column, row) in places[:1] for column, row in wanted)
-    return len(places) >= LEAST_IN_VIEW and not nearest
+def has_place(env: gymnasium.Env, image: np.ndarray, place: int) -> bool:
+    """Return True if several things are in view, and the wanted one has this place among them.
+
+    They are listed from the nearest on. At place 0 the wanted thing is not in view, so that no problem asks
+    for the nearest one, and all other places are equally frequent.
+    """
+    world, sight = env.unwrapped, Sight(image)
+    listed = sight.places()
+    wanted = [sight.place_of(*world.get_view_coords(*where)) for where in world.instrs.desc.obj_poss]
+    places = sorted(listed.index(where) for where in wanted if where in listed)
+    return len(listed) >= LEAST_IN_VIEW and places[:1] == ([place] if place else [])
 
 
 def can_be_won(env: gymnasium.Env) -> bool:
