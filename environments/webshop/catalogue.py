@@ -191,12 +191,17 @@ AUDIENCES = _phrases(
 PRAISE = (
     "Popular choice of our customers.",
     "Made with care.",
-    "Comes with a friendly customer service.",
+    "Comes with friendly customer service.",
     "A thoughtful gift.",
     "New in our range.",
     "Refund within 30 days.",
 )
-REQUESTS = ("i need {}", "i am looking for {}", "find me {}", "i want to buy {}", "please get me {}")
+REQUESTS = ("I need {}", "I am looking for {}", "Find me {}", "I want to buy {}", "Please get me {}")
+UNCOUNTED = _phrases(
+    "shampoo, hair conditioner, body lotion, nail polish, beard oil, ground coffee, beef jerky, "
+    "protein powder, trail mix, pasta sauce, peanut butter, hot sauce, breakfast cereal"
+)
+"""Kinds that have no article, beside those in the plural."""
 PRICE_STEPS = tuple(range(10, 1000, 10))
 """Prices, in dollars, that customers of official goals name as their limit."""
 CHEAP = (0.06, 0.08, 0.1)
@@ -278,8 +283,12 @@ def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any] | No
     attributes = sorted(pool[:num_attributes])
     names = sorted(rng.sample(sorted(product.options), min(num_options, len(product.options))))
     options = {name: rng.choice(product.options[name]) for name in names}
-    wishes = [product.query, *attributes, *(f"{name}: {value}" for name, value in options.items())]
-    wishes.append(f"price lower than {limit:.2f} dollars")
+    wishes = [
+        _with_article(product.query),
+        *attributes,
+        *(f"{name}: {value}" for name, value in options.items()),
+    ]
+    wishes.append(f"and a price lower than {limit:.2f} dollars")
     return {
         "level": level,
         "asin": product.asin,
@@ -325,9 +334,20 @@ def _limit(kind: str, share: float) -> float:
     return math.ceil(2 * low * (high / low) ** share) / 2
 
 
+def _with_article(kind: str) -> str:
+    """Return a kind of article as a customer asks for it."""
+    if kind in UNCOUNTED or (kind.endswith("s") and not kind.endswith("ss")):
+        return kind
+    return f"an {kind}" if kind[0] in "aeiou" or kind.startswith("hdmi") else f"a {kind}"
+
+
 def _claim(rng: random.Random, kind: str) -> str:
     return rng.choice(
-        (f"made for a {kind} that lasts", f"what you expect of a good {kind}", "tested by our team")
+        (
+            f"made to last, as {_with_article(kind)} should",
+            f"what you expect of {_with_article(kind)}",
+            "tested by our team",
+        )
     )
 
 

@@ -199,6 +199,22 @@ def test_article_above_the_limit_of_the_price_earns_nothing(module):
     assert (dear.product, half.product) == (0.0, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("area rug", "an area rug"),
+        ("hdmi adapter", "an hdmi adapter"),
+        ("summer dress", "a summer dress"),
+        ("sandals", "sandals"),
+        ("beef jerky", "beef jerky"),
+    ],
+)
+def test_customers_ask_with_the_article_of_the_kind(module, kind, asked):
+    catalogue = module("catalogue")
+    assert kind in {name for _, kinds in catalogue.KINDS.values() for name, *_ in kinds}
+    assert catalogue._with_article(kind) == asked
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
 async def test_first_result_of_the_instruction_rarely_fits(client, level):
     split, fits, rewards = f"test-{level}" if level > 1 else "test", 0, 0.0
