@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import gymnasium
 import numpy as np
 from minigrid.envs.babyai.core import roomgrid_level
@@ -42,16 +44,22 @@ class Problems:
     def __getitem__(self, index: int) -> dict[str, object]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        names = LEVELS[self.difficulty]
-        name, place, attempt = names[index % len(names)], index // len(names) % LEAST_IN_VIEW, 0
-        env = make(name)
-        while True:
-            seed = stable_seed("babyai", self.split, self.difficulty, index, attempt) % 2**31
-            seen, _ = env.reset(seed=seed)
-            drawn = tenth(env) in SHARES[self.split]
-            if drawn and (self.difficulty > 1 or (has_place(env, seen["image"], place) and can_be_won(env))):
-                return {"level": name, "seed": seed}
-            attempt += 1
+        return dict(_problem(self.split, self.difficulty, index))
+
+
+@lru_cache(maxsize=4_096)
+def _problem(split: str, difficulty: int, index: int) -> dict[str, object]:
+    """Draw the problem of an index."""
+    names = LEVELS[difficulty]
+    name, place, attempt = names[index % len(names)], index // len(names) % LEAST_IN_VIEW, 0
+    env = make(name)
+    while True:
+        seed = stable_seed("babyai", split, difficulty, index, attempt) % 2**31
+        seen, _ = env.reset(seed=seed)
+        fits = difficulty > 1 or has_place(env, seen["image"], place)
+        if fits and tenth(env) in SHARES[split] and (difficulty > 1 or can_be_won(env)):
+            return {"level": name, "seed": seed}
+        attempt += 1
 
 
 def make(name: str) -> gymnasium.Env:
