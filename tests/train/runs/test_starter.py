@@ -48,7 +48,7 @@ def render(tokenizer, messages, **options):
 def test_noise_is_that_of_a_task_whose_expert_can_err(starter):
     assert starter.clumsy("dbbench", 0.4).expert_noise == 0.4
     assert starter.clumsy("sql", 0.4).expert_noise == starter.EXPERT_NOISE["sql"]
-    assert not hasattr(starter.clumsy("textcraft", 0.4), "expert_noise")
+    assert not hasattr(starter.clumsy("countdown", 0.4), "expert_noise")
 
 
 def test_messages_append_to_rendered_text(tokenizer):
