@@ -116,7 +116,12 @@ async def test_invalid_tool_call_is_a_result_and_not_an_http_error(http):
 
 @pytest.mark.parametrize(
     ("ids", "answered"),
-    [([None, None], ["call_0", "call_1"]), ([7, "b"], ["7", "b"]), (["a", 0], ["a", "0"])],
+    [
+        ([None, None], ["call_0", "call_1"]),
+        ([7, "b"], ["7", "b"]),
+        (["", "b"], ["", "b"]),
+        (["a", 0], ["a", "0"]),
+    ],
 )
 async def test_calls_without_an_id_are_named_by_their_position(http, ids, answered):
     url = f"/v1/sessions/{(await opened(http))['session_id']}/step"
