@@ -23,10 +23,10 @@ if [ ! -e "runs/$name/summary.json" ]; then
     --set "model.path=$PWD/runs/$name-imitation" "${settings[@]}" "${resume[@]}"
 fi
 
-# The result as any client of an OpenAI endpoint meets it, at its best guess.
+# The result as any client of an OpenAI endpoint meets it.
 log=$(mktemp)
 agentrl-train gateway "runs/$name" --port 0 --output "runs/$name-gateway.jsonl" \
-  --set engine.temperature=0 --set engine.max_new_tokens=64 >"$log" &
+  --set engine.max_new_tokens=64 >"$log" &
 gateway=$!
 trap 'kill "$gateway" 2>/dev/null || true; rm -f "$log"' EXIT
 until grep -q '^serving' "$log"; do
