@@ -23,7 +23,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 CLEARED_THOUGHTS = "clear_thinking"
 """Beginning of the type of an edit of the context that leaves out earlier thoughts."""
 UNREADABLE = "INVALID_JSON"
-"""Key of arguments that are no JSON object, as clients of the API pass them on."""
+"""Key under which arguments that are not a JSON object are sent to the client, and read back."""
 KINDS = {401: "authentication_error", 404: "not_found_error"}
 """Status of a response -> type of its error; any other below 500 is an invalid request."""
 

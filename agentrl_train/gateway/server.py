@@ -347,7 +347,7 @@ class Gateway:
         await self._server.stop()
 
     def open(self, *, key: str | None = None, **options: Any) -> Session:
-        """Return a new session; ``options`` are those of ``Session``."""
+        """Open a session with the arguments of ``Session``; without a key, a random one is drawn."""
         session = Session(key or token_urlsafe(16), **options)
         self.sessions[session.key] = session
         return session

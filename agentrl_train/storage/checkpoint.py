@@ -221,7 +221,7 @@ def best_success(run_folder: Path) -> float:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, oldest first."""
+    """Return the steps that have a subfolder such as ``step_000012``, oldest first."""
     names = [path.name for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
 

@@ -30,7 +30,7 @@ class Tally:
     done: int = 0
     """Episodes with a result."""
     sampled: int = 0
-    """Those of them that are not greedy."""
+    """Sampled episodes with a result, without the greedy ones."""
     successes: int = 0
     """Successful ones among the sampled."""
     failed: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from agentrl_env.evaluation.statistics import pass_at_k, weighted_sum
 from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.errors import EnvironmentUnavailable
+from agentrl_train.storage.checkpoint import steps
 from agentrl_train.telemetry.metrics import mean_metrics, success_interval
 from agentrl_train.telemetry.progress import Tally
 from agentrl_train.training.admission import sample_seed
@@ -260,10 +260,9 @@ def step_folder(evaluations: Path, step: int) -> Path:
 
 def forget_later(evaluations: Path, *, last: int) -> None:
     """Delete the evaluations of the steps after ``last``, which a resumed run trains again."""
-    for folder in evaluations.glob("step_*"):
-        step = re.fullmatch(r"step_(\d{6,})", folder.name)
-        if step and int(step[1]) > last:
-            shutil.rmtree(folder, ignore_errors=True)
+    for step in steps(evaluations):
+        if step > last:
+            shutil.rmtree(step_folder(evaluations, step), ignore_errors=True)
 
 
 def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeRecord:
