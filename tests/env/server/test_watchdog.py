@@ -60,7 +60,9 @@ class Sticks(Environment):
             try:
                 os.sched_setaffinity(busy.pid, processor)
                 os.sched_setaffinity(0, processor)
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread only
+                thread = threading.get_native_id()
+                niceness = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, niceness + 10)
                 begin, wall = time.thread_time(), time.monotonic()
                 while time.thread_time() - begin < seconds:
                     pass
