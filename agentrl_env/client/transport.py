@@ -254,6 +254,8 @@ class _Connection:
             raise ConnectionResetError(f"the WebSocket was closed ({error})") from error
         finally:
             del self._answers[number], self._sizes[number]
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # read here, as it is raised nowhere if the call could not be sent
 
     async def aclose(self) -> None:
         """Close the connection. Calls in progress raise ConnectionError."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.requests import Request
@@ -53,11 +53,18 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         disconnect.cancel()
         if not working.done():
             working.cancel()
+            working.add_done_callback(_read_error)
     if not working.done():
         await asyncio.wait((working,))
         if working.cancelled():
             raise InvalidRequest("the caller disconnected")
     return working.result()
+
+
+def _read_error(done: asyncio.Future[Any]) -> None:
+    """Read the error of work that nobody waits for any longer; else asyncio logs it as a bug."""
+    if not done.cancelled():
+        done.exception()
 
 
 async def until_disconnected(request: Request) -> None:
