@@ -91,31 +91,35 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[list[int]]:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of success before and after training, one row per task; greedy too if measured."""
+    """Return a table of success before and after training, of 80 columns; greedy too if measured."""
     tasks: Mapping[str, Mapping[str, Any]] = summary["tasks"]
-    pairs = [("before", "after")]
+    ways = {"sampled": ("before", "after")}
     if any(row.get("after_greedy") is not None for row in tasks.values()):
-        pairs.append(("before_greedy", "after_greedy"))
+        ways["greedy"] = ("before_greedy", "after_greedy")
     table = Table(title=f"success on held-out samples, {summary['seconds']:.0f} s")
-    table.add_column("task")
-    for heading in ("before", "after", "change", "greedy before", "after", "change")[: 3 * len(pairs)]:
+    for heading in ("task", "tokens"):
+        table.add_column(heading)
+    for heading in ("before", "after", "change", "episodes"):
         table.add_column(heading, justify="right")
-    table.add_column("episodes", justify="right")
-    for name, row in tasks.items():
-        table.add_row(name, *_changes([row], pairs), f"{row['episodes']:.0f}")
+    rows = {name: [row] for name, row in tasks.items()}
     if len(tasks) > 1:
+        rows["mean"] = list(tasks.values())
+    for name, averaged in rows.items():
+        episodes = f"{averaged[0]['episodes']:.0f}" if len(averaged) == 1 else ""
+        for way, names in ways.items():
+            first = way == "sampled"
+            cells = _changes(averaged, *names)
+            table.add_row(name if first else "", way, *cells, episodes if first else "")
         table.add_section()
-        table.add_row("mean", *_changes(list(tasks.values()), pairs), "")
     return table
 
 
-def _changes(rows: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]]) -> Iterator[str | Text]:
-    """Yield the mean success of some tasks before and after, and its change, for each pair of names."""
-    for names in pairs:
-        before, after = ([_estimate(row, name) for row in rows] for name in names)
-        for found in (before, after):
-            yield "-" if None in found else f"{fmean(one[0] for one in found if one):.1%}"
-        yield _change([one for one in before if one], [one for one in after if one], len(rows))
+def _changes(rows: Sequence[Mapping[str, Any]], *names: str) -> Iterator[str | Text]:
+    """Yield the mean success of some tasks before and after, and its change."""
+    before, after = ([_estimate(row, name) for row in rows] for name in names)
+    for found in (before, after):
+        yield "-" if None in found else f"{fmean(one[0] for one in found if one):.1%}"
+    yield _change([one for one in before if one], [one for one in after if one], len(rows))
 
 
 def _estimate(row: Mapping[str, Any], name: str) -> Estimated | None:

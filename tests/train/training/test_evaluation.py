@@ -59,9 +59,23 @@ def test_summary_table_shows_greedy_success_where_it_was_measured():
     assert "greedy" not in printed(summary_table(summary))
     summary["tasks"] = {"shop": row | {"before_greedy": 0.125, "after_greedy": 0.75}, "sql": row}
     text = printed(summary_table(summary))
-    assert "greedy before" in text
-    assert "+62.5" in text
+    (row,) = [line for line in text.splitlines() if "12.5%" in line]
+    assert "greedy" in row
+    assert "+62.5" in row
     assert "-" in text.splitlines()[-2]
+
+
+def test_summary_table_fits_a_terminal_of_80_columns():
+    row = {"before": 0.295, "after": 0.885, "before_greedy": 0.255, "after_greedy": 0.885, "episodes": 200}
+    low, high = [0.24, 0.36], [0.84, 0.92]
+    intervals = dict.fromkeys(["before_interval", "before_greedy_interval"], low)
+    intervals |= dict.fromkeys(["after_interval", "after_greedy_interval"], high)
+    tasks = dict.fromkeys(["os_interaction", "knowledgegraph"], row | intervals)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary_table({"tasks": tasks, "seconds": 379.0}))
+    text = console.export_text()
+    assert text.count("+59.0 [+51, +66]") == 2
+    assert "os_interaction" in text
 
 
 def test_summary_table_shows_the_interval_of_a_change():
