@@ -23,7 +23,7 @@ from tests.chaos.training_site import GROUP_SIZE, SERVERS, Trainer, TrainingSite
 
 ENGINES = ("scripted", "torch")
 HANG_S = 75.0
-"""Maximum time without a step, including a start and the longest pause."""
+"""Maximum time without a step, including the starts of the trainer and the longest pause."""
 CALM_STEPS = 3
 """Minimum number of steps after the last fault, and between two faults of the trainer."""
 COMPARED = 75
@@ -137,7 +137,7 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
         if trainer.pid is None:
             report.ends[_end(trainer)] += 1
             await trainer.start()
-            watch.begin()
+            watch.moved = 0
         if watch.hangs():
             report.hangs.append(f"no step for {HANG_S:g} s after step {trainer.steps()}: see {trainer.log}")
             trainer.send(signal.SIGKILL)
@@ -201,7 +201,7 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """Reset the watch at the start of the process."""
+        """Reset the watch."""
         self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), 0
 
     def hangs(self) -> bool:

@@ -23,7 +23,6 @@ name = "run"
 folder = "{folder}"
 steps = 1000000
 threads = 1
-idle_report_timeout_s = 30
 [model]
 path = "{folder}/model"
 [[environments]]
