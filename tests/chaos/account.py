@@ -179,16 +179,21 @@ def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
 def opened_twice(lines: Sequence[Line], killed: frozenset[int], patience_s: float) -> list[str]:
     """Return the names of openings that created two sessions which both continued.
 
-    A server that was declared lost may hold the first one for ``patience_s`` seconds, until it is notified.
+    A server that was declared lost may hold one for ``patience_s`` seconds, until it is notified. If it was
+    paused while it opened the session, that one is the later of the two.
     """
     closed = {line.key: line.at for line in lines if line.what == "close"}
     made: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         if line.what == "open" and line.words[0] != "-":
             made[line.words[0]].append(line)
+
+    def continued(opening: Line, until: float) -> bool:
+        return opening.pid not in killed and closed.get(opening.key, float("inf")) > until
+
     return [
         name
         for name, openings in made.items()
-        for first, second in pairwise(openings)
-        if first.pid not in killed and closed.get(first.key, float("inf")) > second.at + patience_s
+        for pair in pairwise(openings)
+        if all(continued(one, pair[1].at + patience_s) for one in pair)
     ]

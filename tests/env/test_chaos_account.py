@@ -61,6 +61,8 @@ def test_leaked_sessions_and_duplicate_openings_are_found():
     assert opened_twice([first, second, closing], frozenset(), patience_s=2.0) == ["name"]
     assert opened_twice([first, second, closing], frozenset(), patience_s=4.0) == []
     assert opened_twice([first, second], frozenset({7}), patience_s=0.0) == []
+    late = Line(at=second.at + 0.1, pid=second.pid, what="close", key=second.key)
+    assert opened_twice([first, second, late, closing], frozenset(), patience_s=1.0) == []
     assert opened_twice([replace(first, words=("-",)), second], frozenset(), patience_s=0.0) == []
 
 
