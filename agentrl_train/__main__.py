@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from agentrl_env.cli.imports import uncollected_imports
 from agentrl_env.errors import AgentRLError, check_system, install_extra
 from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
@@ -57,7 +58,8 @@ def init_command(
     ] = True,
 ) -> None:
     """Write a configuration for a model, tasks and this machine, with a comment for every choice."""
-    from agentrl_train.cli.initializing import init
+    with uncollected_imports():
+        from agentrl_train.cli.initializing import init
 
     raise typer.Exit(init(model, tasks, output=output, lora=lora, measured=measured))
 
@@ -70,7 +72,8 @@ def run_command(
 ) -> None:
     """Train a policy by reinforcement learning."""
     trainer = Trainer(_load(config, overrides), resume=resume)
-    from agentrl_train.cli.commands import run
+    with uncollected_imports():
+        from agentrl_train.cli.commands import run
 
     raise typer.Exit(run(trainer))
 
@@ -85,7 +88,8 @@ def plan_command(
 ) -> None:
     """Print memory, tokens and seconds of a run before it starts; exit with 1 if it does not fit."""
     loaded = _load(config, overrides)
-    from agentrl_train.cli.planning import plan
+    with uncollected_imports():
+        from agentrl_train.cli.planning import plan
 
     raise typer.Exit(plan(loaded, measured=measured))
 
@@ -122,7 +126,8 @@ def sft_command(
 ) -> None:
     """Fine-tune a policy on expert episodes of the environments (supervised)."""
     loaded = _load(config, overrides)
-    from agentrl_train.cli.commands import sft
+    with uncollected_imports():
+        from agentrl_train.cli.commands import sft
 
     raise typer.Exit(sft(loaded, output=output))
 
@@ -154,7 +159,8 @@ def eval_command(
     Each episode is written as it ends, and the same command continues an evaluation that was interrupted.
     """
     trainer = Trainer(_load(config, overrides))
-    from agentrl_train.cli.commands import evaluate_policy
+    with uncollected_imports():
+        from agentrl_train.cli.commands import evaluate_policy
 
     raise typer.Exit(evaluate_policy(trainer, model=model, output=output))
 
@@ -185,7 +191,8 @@ def gateway_command(
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to agent programs by OpenAI's API, and record their rollouts as JSON lines."""
-    from agentrl_train.cli.commands import policy_path, record_rollouts
+    with uncollected_imports():
+        from agentrl_train.cli.commands import policy_path, record_rollouts
 
     config = gateway_config(policy_path(model), overrides or [])
     options = {"host": host, "port": port, "idle_timeout_s": idle_timeout, "ignored": ignored or ()}
@@ -222,8 +229,9 @@ def merge_command(
 
     LoRA adapters of a single source are merged into its weights.
     """
-    from agentrl_train.cli import commands
-    from agentrl_train.models.merging import MergeOptions
+    with uncollected_imports():
+        from agentrl_train.cli import commands
+        from agentrl_train.models.merging import MergeOptions
 
     if len(sources) == 1 and base is None:
         raise typer.Exit(commands.merge(sources[0], output=output, dtype=dtype or "float32"))

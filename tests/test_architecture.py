@@ -252,7 +252,7 @@ def test_vllm_is_imported_under_engine_only() -> None:
 
 def test_trainer_uses_environments_through_the_client() -> None:
     allowed = ("agentrl_env.client", "agentrl_env.types", "agentrl_env.errors", "agentrl_env.launch")
-    allowed += ("agentrl_env.author_code", "agentrl_env.cli.settings")
+    allowed += ("agentrl_env.author_code", "agentrl_env.cli.settings", "agentrl_env.cli.imports")
     allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
     allowed += ("agentrl_env.evaluation.record",)
     allowed += ("agentrl_env.server.embedded",)

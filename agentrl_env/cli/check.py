@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 
+from agentrl_env.cli.imports import uncollected_imports
 from agentrl_env.cli.options import (
     ClientTokenFile,
     Task,
@@ -87,9 +88,10 @@ def check(context: typer.Context, settings: CheckSettings) -> None:
 
     With --quality it is 1 if a task cannot be measured: what the figures are worth is yours to judge.
     """
-    from agentrl_env.evaluation.chat_model import ChatModel
-    from agentrl_env.testing.checker import run_checks, run_quality
-    from agentrl_env.testing.load import measure_load
+    with uncollected_imports():
+        from agentrl_env.evaluation.chat_model import ChatModel
+        from agentrl_env.testing.checker import run_checks, run_quality
+        from agentrl_env.testing.load import measure_load
 
     quality, resume, traceback = settings.quality, settings.resume, settings.traceback
     log_to_stderr(traceback)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrl_env.cli import options
+from agentrl_env.cli.imports import uncollected_imports
 from agentrl_env.cli.options import (
     fleet_option,
     listening_option,
@@ -160,8 +161,9 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
 
     The first Ctrl-C lets open sessions end; a second one stops at once.
     """
-    from agentrl_env.hosting.serve import serve as run
-    from agentrl_env.server.auth import metrics_token
+    with uncollected_imports():
+        from agentrl_env.hosting.serve import serve as run
+        from agentrl_env.server.auth import metrics_token
 
     token = options.resolve_token(context, settings.token, settings.token_file)
     if settings.print_metrics_token:
@@ -183,7 +185,8 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
     with watchdog, process.apply() as begun:
         common |= {"insecure": settings.insecure, **begun}
         if workers > 1:
-            from agentrl_env.fleet.serve import serve_with_workers
+            with uncollected_imports():
+                from agentrl_env.fleet.serve import serve_with_workers
 
             each = ["--max-sessions", str(-(-settings.max_sessions // workers))]
             each += ["--lease", str(settings.lease), "--slow-step", str(settings.slow_step)]
@@ -213,10 +216,11 @@ def controller(context: typer.Context, settings: ControllerSettings) -> None:
     Servers connect with serve --controller URL. The token is the operator's, who may do everything.
     Servers need only the link token, which is derived from it and printed by --print-link-token.
     """
-    from agentrl_env.fleet.controller import FleetService
-    from agentrl_env.fleet.redis_store import RedisStore
-    from agentrl_env.fleet.serve import control
-    from agentrl_env.server.auth import link_token, metrics_token
+    with uncollected_imports():
+        from agentrl_env.fleet.controller import FleetService
+        from agentrl_env.fleet.redis_store import RedisStore
+        from agentrl_env.fleet.serve import control
+        from agentrl_env.server.auth import link_token, metrics_token
 
     token = options.resolve_token(context, settings.token, settings.token_file)
     if settings.print_link_token or settings.print_metrics_token:
