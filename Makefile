@@ -11,7 +11,9 @@ ARGS ?=
 FUZZ_REQUESTS ?= 100000
 HOSTILE_SECONDS ?= 120
 HOSTILE_SEED ?= 1
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
+# Images of machines for builds forbid byte code, without which each process compiles the package and its tests.
+export PYTHONDONTWRITEBYTECODE =
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
@@ -36,7 +38,7 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 	$(BIN)/agentrl-train run examples/quickstart/train.toml --set run.name=$(NAME) \
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
-test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=2 processes
+test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=3 processes
 	-@.ci/system-packages chromium redis-server bubblewrap
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
@@ -56,7 +58,8 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
 bridges: $(VENV)/.bridges $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
-	$(BIN)/python -m pytest -m bridges -n $(TEST_PROCESSES) --dist loadfile tests $(ARGS)
+	$(BIN)/python -m pytest -m bridges -n $(TEST_PROCESSES) --dist loadfile \
+		tests/bridges tests/env/bridges tests/environments/test_bridges.py $(ARGS)
 
 $(VENV)/.bridges: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
@@ -113,7 +116,7 @@ hostile: $(VENV)/.dev  ## HOSTILE_SECONDS=120 of attacks drawn from HOSTILE_SEED
 	@$(BIN)/python -m tests.hostile --seconds $(HOSTILE_SECONDS) --seed $(HOSTILE_SEED) $(ARGS)
 
 faults: $(VENV)/.dev  ## runs that are killed and go on, engines without memory
-	$(BIN)/python -m pytest -m faults -n $(TEST_PROCESSES) $(ARGS)
+	$(BIN)/python -m pytest -m faults -n $(TEST_PROCESSES) --dist worksteal tests/train/runs $(ARGS)
 
 chaos: $(VENV)/.dev  ## CHAOS_SECONDS=900 of faults drawn from CHAOS_SEED=1; prints their account last
 	-@.ci/system-packages redis-server

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # The duration of an example depends on the machine rather than on the code.
-settings.register_profile("no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no_deadline")
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=30, **COMMON)
+settings.register_profile("thorough", max_examples=300, **COMMON)
+settings.load_profile("quick")
+
+gc.disable()  # modules and collected tests stay until the end
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collection, whose duration grows with all objects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

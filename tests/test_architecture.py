@@ -94,6 +94,22 @@ def module_name(path: Path) -> str:
 
 
 parse = cache(ast.parse)
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax tree of a file."""
+    return tuple(ast.walk(parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Free the syntax trees after the last test: each garbage collection would traverse them."""
+    yield
+    nodes.cache_clear()
+    parse.cache_clear()
+
+
 MODULES = {module_name(path) for path in SOURCES}
 
 
@@ -219,7 +235,7 @@ def test_only_the_composition_root_knows_the_whole_configuration() -> None:
 def test_constructors_have_at_most_12_parameters() -> None:
     wide = set()
     for path in SOURCES:
-        for node in ast.walk(parse(path.read_text())):
+        for node in nodes(path):
             for method in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                     given = method.args
@@ -301,7 +317,7 @@ def test_files_and_functions_are_within_their_size_limits() -> None:
         text = path.read_text()
         if len(text.splitlines()) > MAX_FILE_LINES:
             large.append(f"{relative(path)}: {len(text.splitlines())} lines")
-        for node in ast.walk(parse(text)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno
                 if lines >= MAX_FUNCTION_LINES:
@@ -322,7 +338,7 @@ def test_docstrings_open_with_a_statement() -> None:
     opening = re.compile(r"(What|Who|Whose|Whether|Where) ")
     found = []
     for path in package("agentrl_env"):
-        for node in ast.walk(parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if opening.match(text):
@@ -339,7 +355,7 @@ def test_no_module_uses_serialization_that_can_carry_code() -> None:
     found = []
     for path in SOURCES:
         found += [f"{relative(path)} imports {name}" for name in reaches(path, *CODE_CARRYING)]
-        for node in ast.walk(parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and is_load(node.func):
                 options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 safe = options.get("allow_pickle", "False") == "False"
