@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_env import EnvClient, Environment, tool
@@ -17,6 +17,7 @@ from agentrl_train.tool_calls.schemas import ordered
 from agentrl_train.tool_calls.turn import read_turn as read_any_turn
 from tests.tiny_models import make_tokenizer
 
+few_examples = settings(max_examples=settings.default.max_examples // 3)  # of each parser or form
 CHAT = ChatFormat(make_tokenizer())
 HERMES = PARSERS["hermes"]
 read_turn = partial(read_any_turn, thought=THOUGHT)
@@ -64,6 +65,7 @@ def read(text: str, tools: list[ToolSpec] = TOOLS, *, parser: str = "hermes") ->
 
 
 @pytest.mark.parametrize("form", FORMS)
+@few_examples
 @given(name=NAMES, arguments=ARGUMENTS, key=st.sampled_from(["arguments", "parameters"]))
 def test_call_in_a_fence_or_bare_is_read_to_exactly_its_arguments(
     form: str, name: str, arguments: dict[str, Any], key: str
@@ -146,6 +148,7 @@ def test_nothing_is_read_tolerantly_inside_an_open_thought() -> None:
     assert (parsed.calls, tolerant) == ((), False)
 
 
+@few_examples
 @given(
     text=st.text() | st.lists(st.sampled_from([*FORMS, CALL, '{"name":', '"', "[", "}", "\\"])).map("".join)
 )

@@ -560,12 +560,15 @@ TEXTS = {
 }
 
 
+few_examples = settings(max_examples=settings.default.max_examples // 3)  # each family draws its own
+
+
 def schema_of(value: Any) -> Mapping[str, Any]:
     return {"type": "null" if value is None else TYPES[type(value)]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=25)
+@few_examples
 @given(data=st.data())
 def test_rendered_turn_parses_to_itself(family: str, data: st.DataObject) -> None:
     parser = PARSERS[family]
@@ -590,7 +593,7 @@ FRAGMENTS = st.sampled_from(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=30)
+@few_examples
 @given(
     text=st.text() | st.lists(FRAGMENTS | st.text(max_size=5), max_size=12).map("".join),
     in_thought=st.booleans(),
