@@ -56,7 +56,7 @@ async def first_search(client, task, **which):
 async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, level):
     async with EnvClient.local(TASKS[task]) as client:
         for split in ("train", "test"):
-            for index in range(40):
+            for index in range(15):
                 _, reward, turns = await play_by_expert(client, task, split=split + level, index=index)
                 assert reward == 1.0
                 assert 3 <= turns <= 8
@@ -66,7 +66,7 @@ async def test_noiseless_expert_always_succeeds_in_three_to_eight_turns(task, le
 async def test_noisy_expert_leaves_headroom_at_level_1(task):
     async with EnvClient.local(noisy(task, 0.5)) as client:
         rewards = [
-            (await play_by_expert(client, task, split="train", index=index))[1] for index in range(200)
+            (await play_by_expert(client, task, split="train", index=index))[1] for index in range(100)
         ]
     assert 0.2 < np.mean(rewards) < 0.65
 
@@ -179,7 +179,7 @@ async def test_hidden_regularity_holds_on_both_splits(task):
     """At level 1 the kind of thing determines where to look in nine of ten samples."""
     async with EnvClient.local(TASKS[task]) as client:
         where = {}
-        for split, count in (("train", 400), ("test", 100)):
+        for split, count in (("train", 200), ("test", 60)):
             for index in range(count):
                 kind, place = await first_search(client, task, split=split, index=index)
                 where.setdefault((split, kind), []).append(place)
@@ -197,7 +197,7 @@ async def test_noisy_expert_prefers_a_wrong_place_and_knows_the_usual_one_a_litt
     """A policy that imitates it can find the usual place by sampling, and does not by greedy decoding."""
     async with EnvClient.local(TASKS[task]) as client, EnvClient.local(noisy(task, 0.01)) as guesses:
         usual, guessed = {}, []
-        for index in range(400):
+        for index in range(200):
             kind, place = await first_search(client, task, split="train", index=index)
             usual.setdefault(kind, []).append(place)
             guessed.append(await first_search(guesses, task, split="train", index=index))
