@@ -364,3 +364,12 @@ def test_no_module_uses_serialization_that_can_carry_code() -> None:
                 if not safe:
                     found.append(f"{relative(path)}: {ast.unparse(node)}")
     assert found == []
+
+
+@pytest.mark.parametrize("mark", ["faults", "bridges"])
+def test_target_of_a_mark_runs_every_file_with_the_mark(mark: str) -> None:
+    (command,) = re.findall(rf"pytest -m {mark} .*?\$\(ARGS\)", (ROOT / "Makefile").read_text(), re.DOTALL)
+    folders = [ROOT / word for word in command.split() if word.startswith("tests/")]
+    marked = [p for p in (ROOT / "tests").rglob("test_*.py") if f"pytest.mark.{mark}" in p.read_text()]
+    assert marked
+    assert [p for p in marked if not any(p.is_relative_to(folder) for folder in folders)] == []
