@@ -10,7 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from agentrl_train.__main__ import app
 from agentrl_train.config import gateway_config, load_config
 from agentrl_train.errors import ConfigError
 from tests.train.runs.processes import finish, steps, write_config
@@ -128,19 +130,17 @@ def test_what_a_request_asks_cannot_be_ignored(tmp_path: Path) -> None:
 
 def test_gateway_of_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "runs/new/checkpoints").mkdir(parents=True)
-    command = [sys.executable, "-m", "agentrl_train", "gateway", "runs/new"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "runs/new has no checkpoint yet" in done.stderr
+    done = CliRunner().invoke(app, ["gateway", str(tmp_path / "runs/new")])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).endswith("runs/new has no checkpoint yet")
 
 
-def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
+def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
     write_config(tmp_path)
-    command = [sys.executable, "-m", "agentrl_train", "gateway", str(tmp_path / "model"), "--host", "0.0.0.0"]
-    environment = {name: value for name, value in os.environ.items() if name != "AGENTRL_TOKEN"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 1
-    assert "set AGENTRL_TOKEN" in done.stderr
+    done = CliRunner().invoke(app, ["gateway", str(tmp_path / "model"), "--host", "0.0.0.0"])
+    assert isinstance(done.exception, ConfigError)
+    assert "set AGENTRL_TOKEN" in str(done.exception)
 
 
 def test_gateway_of_a_missing_model_names_it() -> None:
