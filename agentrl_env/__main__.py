@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     author.new,
+    author.list_,
     check.check,
     author.play,
     evaluate.eval_,

@@ -226,7 +226,7 @@ class Environment(ABC):
 
 
 def find_class(target: type[Environment] | str) -> type[Environment]:
-    """Return the Environment class of a target: a folder, ``file.py:Class``, ``module:Class`` or the class.
+    """Return the Environment class of a target: of any kind that ``agentrl-env`` takes, or the class.
 
     Raises TargetError, and DefinitionError for an invalid class.
     """

@@ -1,6 +1,6 @@
 """The commands of ``agentrl-train``.
 
-init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
+quickstart, init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version as metadata_version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +38,35 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value.")
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"agentrl-train {metadata_version('agentrl-kit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train agents that call tools over many turns."""
+
+
+@app.command("quickstart")
+def quickstart_command(overrides: Overrides = None) -> None:
+    """Train the starter policy of agentrl-tasks on three tasks: minutes on two CPU cores.
+
+    The first call writes runs/quickstart.toml. Change the file and repeat the command for another run.
+    """
+    from agentrl_train.cli.quickstart import free_name, write_config
+
+    folder = Path("runs")
+    config = write_config(folder)
+    print(f"configuration: {config}", flush=True)
+    run_command(config, [f"run.name={free_name(folder)}", *(overrides or [])], resume=False)
 
 
 @app.command("init")

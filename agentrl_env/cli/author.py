@@ -1,4 +1,4 @@
-"""Commands for task authors: ``new``, ``play``, ``build``, ``export``; ``check`` has a module of its own."""
+"""Commands for task authors: ``new``, ``list``, ``play``, ``build`` and ``export``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Annotated, Any, Literal
@@ -78,6 +79,20 @@ def new(
     print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
 
 
+def list_() -> None:
+    """List the tasks of installed packages, which every command takes by name."""
+    from agentrl_env.launch.installed import GROUP, installed_tasks
+
+    tasks = installed_tasks()
+    if not tasks:
+        print(f"no installed package has tasks (entry points of the group {GROUP}), such as agentrl-tasks")
+    width = max((len(task.name) for task in tasks), default=0)
+    for package, group in groupby(sorted(tasks, key=lambda task: task.package), lambda task: task.package):
+        print(package)
+        for task in group:
+            print(f"  {task.name:<{width}}  {task.summary()}".rstrip())
+
+
 def play(
     context: typer.Context,
     target: Target,
@@ -104,7 +119,10 @@ def play(
 def build(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A folder with environment.py, file.py:Class or module:Class."),
+        typer.Argument(
+            metavar="TARGET",
+            help="A folder with environment.py, file.py:Class, module:Class or an installed task.",
+        ),
     ],
     base: Base = "python:3.11-slim",
     tag: Annotated[str | None, typer.Option(help="The image's name; agentrl-TASK:latest by default.")] = None,
@@ -138,7 +156,8 @@ def export(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET...", help="Folders with environment.py, file.py:Class or module:Class."
+            metavar="TARGET...",
+            help="Folders with environment.py, file.py:Class, module:Class or installed tasks.",
         ),
     ],
     output: Annotated[

@@ -43,7 +43,7 @@ class CheckSettings:
         list[str],
         typer.Argument(
             metavar="TARGET|URL...",
-            help="Folders with an environment.py, file.py:Class, module:Class, or servers' URLs.",
+            help="Folders with environment.py, file.py:Class, module:Class, task names or servers' URLs.",
         ),
     ]
     task: Task = None

@@ -34,7 +34,7 @@ class ServeSettings(options.ProcessOptions):
         typer.Argument(
             metavar="TARGET...",
             show_default=False,
-            help="Folders with an environment.py, file.py:Class or module:Class.",
+            help="Folders with an environment.py, file.py:Class, module:Class or installed tasks.",
         ),
     ] = None
     config: options.Config = None

@@ -32,7 +32,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET|URL",
-        help="A folder with an environment.py, file.py:Class, module:Class, or a server's URL.",
+        help="A folder with an environment.py, file.py:Class, module:Class, an installed task "
+        "(agentrl-env list), or a server's URL.",
     ),
 ]
 Task = Annotated[str | None, typer.Option(help="The task, if there are several.")]

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from agentrl_env.errors import LaunchError
 from agentrl_env.launch.docker import ContainerLimits
+from agentrl_env.launch.installed import installed_task
 from agentrl_env.server.watchdog import STUCK_S
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
@@ -150,6 +151,11 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def resolve_target(folder: Path, target: str) -> str:
-    """Return a target of a file in ``folder``: relative to that folder if such a path exists there."""
+    """Return a target of a file in ``folder``: relative to that folder if such a path exists there.
+
+    The name of an installed task becomes its ``module:Class``.
+    """
+    if (task := installed_task(target, folder)) is not None:
+        return task.target
     exists = (folder / target.partition(":")[0]).exists()
     return str(folder / target) if exists else target

@@ -16,6 +16,7 @@ from types import ModuleType
 from agentrl_env.author_code import author_traceback, describe, innermost, place
 from agentrl_env.environment import Environment, check_class
 from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, TargetError
+from agentrl_env.launch.installed import installed_task, unknown_target
 from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"
@@ -26,9 +27,9 @@ def load_target(target: str | type[Environment]) -> type[Environment]:
     """Return the Environment class of a target. It has at least one tool, or ``respond``.
 
     Args:
-        target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, the class
-            itself, or what a bridge serves: ``gym:ID``, ``harbor:DIR``, ``mcp:COMMAND``,
-            ``openenv+http://host:8000``, ``openenv+docker:IMAGE``.
+        target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, the name of an
+            installed task, the class itself, or what a bridge serves: ``gym:ID``, ``harbor:DIR``,
+            ``mcp:COMMAND``, ``openenv+http://host:8000``, ``openenv+docker:IMAGE``.
 
     Raises TargetError.
     """
@@ -58,6 +59,9 @@ def _find(target: str) -> type[Environment]:
     foreign = re.match(r"(\w+)[:+](.+)", target)
     if foreign and (bridged := _bridged(foreign[1], foreign[2])) is not None:
         return bridged
+    if (task := installed_task(target)) is not None:
+        module, _, name = task.target.partition(":")
+        return _pick(_load_module(module, target), name, target)
     place, _, name = target.rpartition(":")
     if not place:
         place, name = target, ""
@@ -71,10 +75,7 @@ def _find(target: str) -> type[Environment]:
             raise TargetError(f"{target}: no such file")
         return _pick(_load_file(path, target), name, target)
     if not name:
-        raise TargetError(
-            f"{target}: no such folder; a target is a folder with an environment.py, "
-            "file.py:Class or module:Class"
-        )
+        raise unknown_target(target)
     return _pick(_load_module(place, target), name, target)
 
 

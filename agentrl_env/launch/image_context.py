@@ -17,6 +17,7 @@ from typing import IO
 
 import agentrl_env
 from agentrl_env.errors import LaunchError, TargetError, install_extra
+from agentrl_env.launch.installed import installed_task, unknown_target
 
 DISTRIBUTION = "agentrl-kit"
 USER = "65532:65532"
@@ -42,6 +43,11 @@ class TaskFiles:
     @classmethod
     def of(cls, target: str) -> TaskFiles:
         """Find a target's files without importing it. Raises TargetError."""
+        if (task := installed_task(target)) is not None:
+            file = task.file()
+            if file is not None and file.name == "environment.py":
+                return cls._named(file.parent, file.name, task.target.partition(":")[2])
+            target = task.target
         place, _, attribute = target.rpartition(":")
         if not place:
             place, attribute = target, ""
@@ -55,10 +61,7 @@ class TaskFiles:
                 raise TargetError(f"{target}: no such file")
             return cls._named(path.parent, path.name, attribute)
         if not attribute:
-            raise TargetError(
-                f"{target}: no such folder; a target is a folder with an environment.py, "
-                "file.py:Class or module:Class"
-            )
+            raise unknown_target(target)
         return cls(root=_top_of(place, target), name=place.partition(".")[0], target=target)
 
     @classmethod

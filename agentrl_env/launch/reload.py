@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentrl_env.errors import AgentRLError, TargetError
+from agentrl_env.launch.installed import installed_task
 from agentrl_env.launch.process import ServerHandle
 
 POLL_S = 0.3
@@ -72,6 +73,8 @@ def _modified(folders: Iterable[Path]) -> dict[str, int]:
 
 
 def _folder(target: str) -> Path:
+    if (task := installed_task(target)) is not None:
+        target = task.target
     place = target.rpartition(":")[0] or target
     path = Path(place)
     if path.is_dir():

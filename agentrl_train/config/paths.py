@@ -16,6 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ValidationInfo
 
+from agentrl_env.errors import TargetError
+from agentrl_env.launch.installed import installed_task
+
 FUNCTION = re.compile(r"\S+:[A-Za-z_][\w.]*")
 """A function as ``file.py:function`` or ``module:function``."""
 PACKAGE = "package:"
@@ -107,6 +110,15 @@ def target(value: str, base: Path) -> str:
     return f"{path}{colon}{name}"
 
 
+def _task(value: str, base: Path) -> str:
+    """Return a target with an absolute path, or as ``module:Class`` if it is an installed task."""
+    try:
+        task = installed_task(value, base)
+    except TargetError as error:
+        raise ValueError(str(error)) from error
+    return target(value, base) if task is None else task.target
+
+
 def _model(value: str, base: Path) -> str:
     if value.startswith(PACKAGE):
         return value
@@ -150,8 +162,8 @@ AnyPath = Annotated[str, _resolved(lambda value, base: str(absolute(value, base)
 FilePath = Annotated[str, _resolved(_file)]
 ModelPath = Annotated[str, _resolved(_model)]
 """A model folder, a GGUF file, ``package:NAME``, or the name of a fetched model or one on the hub."""
-TargetPath = Annotated[str, _resolved(target)]
-"""A folder, ``file.py:Class`` or ``module:Class``."""
+TargetPath = Annotated[str, _resolved(_task)]
+"""A folder, ``file.py:Class``, ``module:Class`` or the name of an installed task."""
 ProgramPath = Annotated[str, _resolved(_program)]
 """A command, ``file.py:function`` or ``module:function``."""
 OutputPath = Annotated[str, _resolved(lambda value, _: str(Path(value).expanduser().absolute()))]

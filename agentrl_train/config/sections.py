@@ -412,7 +412,7 @@ class EnvironmentSection(Section):
     """Environments of one server, started by the run or running already, or samples of an agent program."""
 
     serve: tuple[TargetPath, ...] = ()
-    """Targets to serve from a child process: folders, ``file.py:Class`` or ``module:Class``."""
+    """Targets to serve from a child process: folders, ``file.py:Class``, ``module:Class``, or task names."""
     start_timeout_s: Positive = 600.0
     """Deadline for the server of ``serve`` to start."""
     url: str | None = None
