@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs dist clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -149,6 +149,9 @@ docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missin
 $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[train,dev,docs]'
 	touch $@
+
+dist: $(VENV)/.dev  ## wheels and source distributions of HEAD into dist/, installed and tried in an empty environment
+	$(BIN)/python -m release.dist
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(HARBOR) site
