@@ -1,9 +1,8 @@
 """Build the release of a commit into a folder, and try it in an empty virtual environment.
 
-``python -m release.dist [FOLDER]`` exports HEAD with ``git archive``, so that no untracked or changed file is included.
-It writes a wheel and a source distribution of agentrl-kit and of agentrl-tasks, each wheel built from its source
-distribution, and SHA256SUMS. Then it installs the wheels into a new environment, and runs both commands in an empty
-folder.
+``python -m release.dist [FOLDER]`` exports HEAD with ``git archive``, so that no untracked or changed file
+is included. It builds a source distribution of agentrl-kit and of agentrl-tasks, a wheel from each of them,
+and SHA256SUMS. Then it installs the wheels into a new environment and runs both commands in an empty folder.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ STARTER, PACKAGED_STARTER = 'path = "starter"', 'path = "package:agentrl-tasks"'
 class CheckoutFiles(BuildHookInterface):
     """Include environments/ and examples/quickstart/ of the checkout in the package."""
 
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Map the files of the checkout to their places in the package."""
         root = Path(self.root)
@@ -35,12 +37,17 @@ class CheckoutFiles(BuildHookInterface):
         for path in sorted(quickstart.iterdir()):
             if path.name != "train.toml" and path.name != "__pycache__":
                 included[str(path)] = f"{PACKAGE}/quickstart/{path.name}"
-        self._folder = tempfile.TemporaryDirectory()  # removed together with this hook
+        self._folder = tempfile.TemporaryDirectory()
         config = Path(self._folder.name, "train.toml")
         config.write_text(
             packaged_config((quickstart / "train.toml").read_text(encoding="utf-8")), encoding="utf-8"
         )
         included[str(config)] = f"{PACKAGE}/quickstart/train.toml"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the temporary files."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def packaged_config(text: str) -> str:

@@ -1,0 +1,104 @@
+"""The images of a release, built from the wheels of the working tree."""
+
+import shutil
+from contextlib import contextmanager
+
+import pytest
+
+from agentrl_env import ToolCall, __version__
+from agentrl_env.client import SyncEnvClient
+from agentrl_env.server.auth import link_token
+from release.dist import build as build_distributions
+from tests.docker.conftest import ROOT
+from tests.processes import until
+
+TOKEN = "SRLhZ9Qe-only-for-this-test"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Build the wheels of the working tree into a folder, the context of the images."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("context")
+    build_distributions(ROOT, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def context(wheels, wheelhouse):
+    """Add the wheels of the dependencies, so that images are built without a network."""
+    for wheel in wheelhouse.glob("*.whl"):
+        shutil.copy(wheel, wheels)
+    return wheels
+
+
+def build(client, role, context, **options):
+    """Build the image of a role and return its name."""
+    name = f"agentrl-{role}:{__version__}"
+    dockerfile = str(ROOT / f"release/images/{role}.Dockerfile")
+    client.images.build(path=str(context), dockerfile=dockerfile, tag=name, rm=True, forcerm=True, **options)
+    return name
+
+
+def build_offline(client, role, context):
+    return build(client, role, context, network_mode="none", buildargs={"PIP_NO_INDEX": "1", "EXTRAS": ""})
+
+
+@contextmanager
+def running(client, image, port, *arguments, token=TOKEN):
+    """Run a container without rights and yield its URL."""
+    container = client.containers.run(
+        image,
+        list(arguments),
+        detach=True,
+        init=True,
+        read_only=True,
+        cap_drop=["ALL"],
+        tmpfs={"/tmp": ""},
+        environment={"AGENTRL_TOKEN": token},
+    )
+    try:
+        container.reload()
+        (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+        until(lambda: b"serving" in container.logs(), f"{image} serves")
+        yield f"http://{network['IPAddress']}:{port}"
+        container.stop(timeout=40)
+        assert container.wait(timeout=60)["StatusCode"] == 0
+    finally:
+        container.remove(force=True)
+
+
+def test_server_serves_published_tasks_by_name(client, base, context, nothing_left):
+    image = build_offline(client, "server", context)
+    assert client.images.get(image).attrs["Config"]["User"] == "65532:65532"
+    with (
+        running(client, image, 8000, "household", "shop") as url,
+        SyncEnvClient.connect(url, token=TOKEN) as served,
+        served.open("household", seed=1) as session,
+    ):
+        assert set(served.tasks()) == {"household", "shop"}
+        assert session.step(ToolCall.of("look", place="sofa")).reward == 0
+
+
+def test_controller_places_sessions_on_a_server_of_the_other_image(client, base, context, nothing_left):
+    controller = build_offline(client, "controller", context)
+    server = build_offline(client, "server", context)
+    with (
+        running(client, controller, 8100) as url,
+        running(client, server, 8000, "shop", "--controller", url, token=link_token(TOKEN)),
+        SyncEnvClient.connect(url, token=TOKEN) as fleet,
+    ):
+        until(lambda: "shop" in fleet.tasks(), "the server joins")
+        with fleet.open("shop", seed=1) as session:
+            assert session.status == "running"
+
+
+@pytest.mark.extended  # downloads and unpacks PyTorch
+def test_trainer_trains_on_published_tasks(client, base, wheels, nothing_left, tmp_path):
+    image = build(client, "trainer", wheels, network_mode="host")
+    tmp_path.chmod(0o777)
+    settings = ("run.steps=1", "eval.samples=0", "rollout.groups_per_step=3", "rollout.group_size=2")
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    volume = {str(tmp_path): {"bind": "/work", "mode": "rw"}}
+    client.containers.run(image, ["quickstart", *arguments], volumes=volume, remove=True, init=True)
+    assert (tmp_path / "runs/quickstart/summary.json").is_file()
