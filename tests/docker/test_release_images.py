@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from agentrl_env import ToolCall, __version__
-from agentrl_env.client import SyncEnvClient
+from agentrl_env import EnvClient, ToolCall, __version__
 from agentrl_env.server.auth import link_token
 from release.dist import build as build_distributions
 from tests.docker.conftest import ROOT
@@ -60,7 +59,7 @@ def running(client, image, port, *arguments, token=TOKEN):
     try:
         container.reload()
         (network,) = container.attrs["NetworkSettings"]["Networks"].values()
-        until(lambda: b"serving" in container.logs(), f"{image} serves")
+        until(lambda: b" at http://" in container.logs(), f"{image} announces its address")
         yield f"http://{network['IPAddress']}:{port}"
         container.stop(timeout=40)
         assert container.wait(timeout=60)["StatusCode"] == 0
@@ -73,7 +72,7 @@ def test_server_serves_published_tasks_by_name(client, base, context, nothing_le
     assert client.images.get(image).attrs["Config"]["User"] == "65532:65532"
     with (
         running(client, image, 8000, "household", "shop") as url,
-        SyncEnvClient.connect(url, token=TOKEN) as served,
+        EnvClient.connect_sync(url, token=TOKEN) as served,
         served.open("household", seed=1) as session,
     ):
         assert set(served.tasks()) == {"household", "shop"}
@@ -86,7 +85,7 @@ def test_controller_places_sessions_on_a_server_of_the_other_image(client, base,
     with (
         running(client, controller, 8100) as url,
         running(client, server, 8000, "shop", "--controller", url, token=link_token(TOKEN)),
-        SyncEnvClient.connect(url, token=TOKEN) as fleet,
+        EnvClient.connect_sync(url, token=TOKEN) as fleet,
     ):
         until(lambda: "shop" in fleet.tasks(), "the server joins")
         with fleet.open("shop", seed=1) as session:
