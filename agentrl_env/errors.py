@@ -21,6 +21,7 @@ AgentRLError
     ├── UnknownRoute          404  no such path
     ├── MethodNotAllowed      405  no such method on this path
     ├── UnknownTask           404  no such task on this server
+    ├── UnknownServer         404  no such server in this fleet
     ├── UnknownSample         404  no such split or index
     ├── UnknownSession        404  never existed, or ended too long ago
     ├── RequestTimeout        408  the request did not arrive in time
@@ -184,6 +185,13 @@ class UnknownTask(WireError):
     """This server does not serve the task."""
 
     type = "unknown_task"
+    status = 404
+
+
+class UnknownServer(WireError):
+    """The fleet has no such server, or has lost it."""
+
+    type = "unknown_server"
     status = 404
 
 

@@ -176,6 +176,74 @@ class Counts(_Frozen):
     step_seconds: Durations = Durations()
 
 
+class ServerSummary(_Frozen):
+    """One server in ``GET /v1/fleet``."""
+
+    server_id: str
+    place: str = ""
+    """Host name and process id."""
+    tasks: tuple[str, ...] = ()
+    capacity: int
+    open: int
+    waiting: int = 0
+    """Number of openings that wait for capacity."""
+    draining: bool = False
+    stale: bool = False
+    """True where the operator wants no new sessions here."""
+    heard_s: float = 0.0
+    """Seconds since the last heartbeat."""
+    version: str = ""
+    steps: int = 0
+    """Steps since its start."""
+
+
+class LostServer(_Frozen):
+    """One server that was lost in the last minutes, in ``GET /v1/fleet``."""
+
+    server_id: str
+    place: str = ""
+    """Host name and process id."""
+    tasks: tuple[str, ...] = ()
+    open: int = 0
+    """Number of its open sessions when it was lost."""
+    reason: str = ""
+    lost_s: float = 0.0
+    """Seconds since then."""
+
+
+class FleetPoint(_Frozen):
+    """The state of a server or fleet at one time; counts are sums since the start of the process."""
+
+    time: float
+    """Unix time, in seconds, by the clock of the process that answers."""
+    servers: int = 0
+    open: int = 0
+    waiting: int = 0
+    capacity: int = 0
+    steps: int = 0
+    scored: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    """Sessions that ended because the environment failed or their server was lost."""
+
+
+class FleetInfo(_Frozen):
+    """Answer of ``GET /v1/fleet``; a single server is a fleet of one."""
+
+    kind: Literal["server", "controller"]
+    name: str = ""
+    version: str = ""
+    draining: bool = False
+    waiting: int = 0
+    """Number of openings that wait for capacity anywhere."""
+    servers: tuple[ServerSummary, ...] = ()
+    lost: tuple[LostServer, ...] = ()
+    counts: dict[str, TaskCounts] = Field(default_factory=dict)
+    """Counts by task."""
+    history: tuple[FleetPoint, ...] = ()
+    """Points after ``since``, oldest first, if the request has it; at most those of the last hour."""
+
+
 class SessionStatus(StrEnum):
     """Status of a session; all but RUNNING are final."""
 

@@ -20,11 +20,11 @@ from pydantic.json_schema import SkipJsonSchema
 from agentrl_env import errors as e
 from agentrl_env.types import (
     Counts,
+    FleetInfo,
     Message,
     SessionInfo,
     SessionStatus,
     StepResult,
-    TaskCounts,
     TaskInfo,
     TaskSample,
     ToolSpec,
@@ -134,9 +134,29 @@ class SessionQuery(_Model):
 
     task: str | None = None
     status: SessionStatus | None = None
+    search: str = Field(default="", max_length=256)
+    """Text that the id, task, split, index or seed of a session contains; upper and lower case are equal."""
     limit: int = Field(default=100, ge=1, le=1000)
     after: str | None = Field(default=None, max_length=256)
     """``next`` of the previous page."""
+
+
+class FleetQuery(_Model):
+    """Query of ``GET /v1/fleet``."""
+
+    since: float | None = Field(default=None, allow_inf_nan=False)
+    """Unix time after which points of the history are returned; null returns none."""
+
+
+FLEET_NOW = FleetQuery()
+
+
+class DrainRequest(_Model):
+    """Body of ``POST /v1/fleet/drain``."""
+
+    server_id: str
+    draining: bool = True
+    """False lets the server take new sessions again."""
 
 
 class TranscriptQuery(_Model):
@@ -228,6 +248,8 @@ class SessionSummary(_Model):
     age_s: float
     idle_s: float | None = None
     """Seconds since the last call, or the end; null while a call is running."""
+    error: str = ""
+    """Reason of a session that has ended as ``failed_environment``."""
 
 
 class SessionList(_Model):
@@ -261,56 +283,6 @@ class Transcript(_Model):
     tools: tuple[ToolSpec, ...] = ()
     """The tools, if the opening messages are requested."""
     turns: tuple[TranscriptTurn, ...] = ()
-
-
-class ServerSummary(_Model):
-    """One server in ``GET /v1/fleet``."""
-
-    server_id: str
-    place: str = ""
-    """Host name and process id."""
-    tasks: tuple[str, ...] = ()
-    capacity: int
-    open: int
-    waiting: int = 0
-    """Number of openings that wait for capacity."""
-    draining: bool = False
-    stale: bool = False
-    """True where the operator wants no new sessions here."""
-    heard_s: float = 0.0
-    """Seconds since the last heartbeat."""
-    version: str = ""
-    steps: int = 0
-    """Steps since its start."""
-
-
-class LostServer(_Model):
-    """One server that was lost in the last minutes, in ``GET /v1/fleet``."""
-
-    server_id: str
-    place: str = ""
-    """Host name and process id."""
-    tasks: tuple[str, ...] = ()
-    open: int = 0
-    """Number of its open sessions when it was lost."""
-    reason: str = ""
-    lost_s: float = 0.0
-    """Seconds since then."""
-
-
-class FleetInfo(_Model):
-    """Answer of ``GET /v1/fleet``; a single server is a fleet of one."""
-
-    kind: Literal["server", "controller"]
-    name: str = ""
-    version: str = ""
-    draining: bool = False
-    waiting: int = 0
-    """Number of openings that wait for capacity anywhere."""
-    servers: tuple[ServerSummary, ...] = ()
-    lost: tuple[LostServer, ...] = ()
-    counts: dict[str, TaskCounts] = Field(default_factory=dict)
-    """Counts by task."""
 
 
 def choose_task(name: str | None, known: Collection[str]) -> str:
@@ -501,7 +473,25 @@ TRANSCRIPT = Call(
     answer=Transcript,
     errors=_GONE,
 )
-FLEET = Call(name="fleet", method="GET", path="/v1/fleet", summary="List the servers.", answer=FleetInfo)
+FLEET = Call(
+    name="fleet",
+    method="GET",
+    path="/v1/fleet",
+    summary="List the servers.",
+    request=FleetQuery,
+    query=FleetQuery,
+    answer=FleetInfo,
+)
+DRAIN_SERVER = Call(
+    name="drain_server",
+    method="POST",
+    path="/v1/fleet/drain",
+    summary="Open no new sessions on a server, which finishes those it has, or open them again.",
+    request=DrainRequest,
+    body=DrainRequest,
+    answer=FleetInfo,
+    errors=(e.UnknownServer,),
+)
 
 CANCEL = "cancel"
 """``call`` of a WebSocket frame that cancels the call ``target`` of the same socket; it has no answer."""
@@ -509,20 +499,8 @@ CANCEL = "cancel"
 CALLS: Mapping[str, Call] = {
     call.name: call
     for call in (
-        TASKS,
-        OPEN,
-        OPEN_MANY,
-        SESSIONS,
-        STEP_MANY,
-        STEP,
-        INFO,
-        CLOSE,
-        FORK,
-        RENEW,
-        REVOKE,
-        EXPERT,
-        TRANSCRIPT,
-        FLEET,
+        *(TASKS, OPEN, OPEN_MANY, SESSIONS, STEP_MANY, STEP, INFO, CLOSE, FORK),
+        *(RENEW, REVOKE, EXPERT, TRANSCRIPT, FLEET, DRAIN_SERVER),
     )
 }
 

@@ -155,6 +155,25 @@ class ControllerSettings(options.ProcessOptions):
     ] = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSettings(options.TlsOptions):
+    """Options of ``up``."""
+
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="TOML file with the fleet's tasks, replicas, limits and controller."
+        ),
+    ]
+    print_: Annotated[
+        str | None,
+        typer.Option(
+            "--print", metavar="kubernetes|compose", help="Print manifests instead of starting the fleet."
+        ),
+    ] = None
+    token_file: options.ClientTokenFile = None
+
+
 @settings_as_options
 def serve(context: typer.Context, settings: ServeSettings) -> None:
     """Serve tasks over HTTP until Ctrl-C.
@@ -183,7 +202,7 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
     watchdog.start(drain if settings.stop_with_stdin else None, unreachable=settings.host == "none")
     common: dict[str, Any] = {"host": settings.host, "port": settings.port, "token": token, "drain_s": drain}
     with watchdog, process.apply() as begun:
-        common |= {"insecure": settings.insecure, **begun}
+        common |= {"insecure": settings.insecure, "tls": settings.tls(), **begun}
         if workers > 1:
             with uncollected_imports():
                 from agentrl_env.fleet.serve import serve_with_workers
@@ -236,42 +255,28 @@ def controller(context: typer.Context, settings: ControllerSettings) -> None:
             resume=settings.resume,
         )
         address: dict[str, Any] = {"host": settings.host, "port": settings.port, "token": token}
-        control(sessions, **address, insecure=settings.insecure, **begun)
+        control(sessions, **address, insecure=settings.insecure, tls=settings.tls(), **begun)
 
 
-def up(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="TOML file with the fleet's tasks, replicas, limits and controller."
-        ),
-    ],
-    print_: Annotated[
-        str | None,
-        typer.Option(
-            "--print", metavar="kubernetes|compose", help="Print manifests instead of starting the fleet."
-        ),
-    ] = None,
-    token_file: options.ClientTokenFile = None,
-) -> None:
+@settings_as_options
+def up(settings: UpSettings) -> None:
     """Run a whole fleet from one file until Ctrl-C.
 
-    SIGHUP replaces its servers one by one. Changes of FILE need a restart.
+    SIGHUP reads FILE again: servers are added, removed and replaced without losing their sessions.
     """
-    from agentrl_env.fleet.config import read_fleet_config
-
-    config = read_fleet_config(file)
-    if print_ is not None:
+    if settings.print_ is not None:
+        from agentrl_env.fleet.config import read_fleet_config
         from agentrl_env.fleet.manifests import compose, kubernetes
 
         formats = {"kubernetes": kubernetes, "compose": compose}
-        if print_ not in formats:
-            raise AgentRLError(f"--print {print_} is unknown; choose kubernetes or compose")
-        print(formats[print_](config), end="")
+        if settings.print_ not in formats:
+            raise AgentRLError(f"--print {settings.print_} is unknown; choose kubernetes or compose")
+        print(formats[settings.print_](read_fleet_config(settings.file)), end="")
         return
     from agentrl_env.fleet.up import up as run
 
-    run(config, token=options.read_token(token_file) if token_file else None)
+    token = options.read_token(settings.token_file) if settings.token_file else None
+    run(settings.file, token=token, tls=settings.tls())
 
 
 def bench(

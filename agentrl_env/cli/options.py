@@ -20,6 +20,7 @@ from agentrl_env.errors import AgentRLError
 
 if TYPE_CHECKING:
     from agentrl_env.server.settings import ProcessSettings
+    from agentrl_env.server.sockets import Tls
 
 listening_option = partial(typer.Option, rich_help_panel="Listening")
 sessions_option = partial(typer.Option, rich_help_panel="Sessions")
@@ -70,7 +71,38 @@ Port = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOptions:
+class TlsOptions:
+    """Options of everything that listens."""
+
+    tls_cert: Annotated[
+        Path | None,
+        security_option(
+            metavar="FILE",
+            help="Serve HTTPS with the certificate chain in this PEM file; clients verify its host name.",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        security_option(
+            metavar="FILE",
+            help="The PEM file with the certificate's private key.",
+            show_default="the file of --tls-cert",
+        ),
+    ] = None
+
+    def tls(self) -> Tls | None:
+        """Return the certificate to serve with. Raises AgentRLError for a key without a certificate."""
+        from agentrl_env.server.sockets import Tls
+
+        if self.tls_cert is None:
+            if self.tls_key is not None:
+                raise AgentRLError("--tls-key needs --tls-cert, the file of its certificate")
+            return None
+        return Tls(cert=self.tls_cert, key=self.tls_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions(TlsOptions):
     """Options of a server or a controller that concern its whole process."""
 
     caller_limit: Annotated[
@@ -125,7 +157,7 @@ PrintMetricsToken = Annotated[
     bool,
     security_option(
         "--print-metrics-token",
-        help="Print the token that permits to read /metrics and nothing else, and exit.",
+        help="Print the token that permits to read /metrics and what the dashboard shows, and exit.",
     ),
 ]
 
@@ -179,8 +211,9 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         if name in defaults:
             raise AgentRLError(f"{file}: {key} is given twice")
         defaults[name] = _converted(context, parameters[name], value, f"{file}: {key}")
-    if "token_file" in defaults:
-        defaults["token_file"] = file.parent / defaults["token_file"]
+    for name in ("token_file", "tls_cert", "tls_key"):
+        if name in defaults:
+            defaults[name] = file.parent / defaults[name]
     if "targets" in defaults:
         from agentrl_env.fleet.config import resolve_target
 

@@ -19,6 +19,7 @@ from agentrl_env.errors import (
     SessionLost,
     StateUnavailable,
     StepPending,
+    UnknownServer,
     UnknownSession,
     WireError,
 )
@@ -32,12 +33,14 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import STEP_PENDING, VERSION, place_of
 from agentrl_env.session.single_flight import SingleFlight
-from agentrl_env.types import SessionInfo
+from agentrl_env.types import FleetInfo, SessionInfo
 from agentrl_env.wire import (
     EMPTY,
+    FLEET_NOW,
+    DrainRequest,
     EmptyRequest,
     ExpertAnswer,
-    FleetInfo,
+    FleetQuery,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
@@ -137,11 +140,6 @@ class FleetService:
         if self.draining:
             raise ServerDraining(SHUTTING_DOWN)
 
-    def set_stale(self, server_id: str, stale: bool) -> None:
-        """Place no new sessions on a server while it is stale; it goes on with those it has."""
-        self.servers[server_id].stale = stale
-        self._placement.serve()
-
     async def start(self) -> None:
         """Connect to the store, and begin to watch the servers. Raises ServeError."""
         await self.store.start()
@@ -217,7 +215,23 @@ class FleetService:
         """Return the last turns of a session."""
         return await self._forward("transcript", request.session_id, _json(request))
 
-    async def fleet(self, request: EmptyRequest = EMPTY) -> FleetInfo:
+    async def drain_server(self, request: DrainRequest) -> FleetInfo:
+        """Place no new sessions on a server, or place them again; the other controllers follow it.
+
+        Raises UnknownServer.
+        """
+        server = self.servers.get(request.server_id)
+        if server is None:
+            raise UnknownServer(f"no server {request.server_id!r} in this fleet; GET /v1/fleet lists them")
+        server.stale = request.draining
+        with suppress(WireError, TimeoutError):  # it is busy, or of a version without this call
+            async with asyncio.timeout(LIST_S):
+                await server.call("drain_server", _json(request))
+            server.draining = request.draining  # as its next heartbeat reports
+        self._placement.serve()
+        return await self.fleet()
+
+    async def fleet(self, request: FleetQuery = FLEET_NOW) -> FleetInfo:
         """Return the servers."""
         return FleetInfo(
             kind="controller",

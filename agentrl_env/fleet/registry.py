@@ -16,8 +16,8 @@ from agentrl_env.fast_wire import UNREADABLE
 from agentrl_env.fleet.remote_server import Outbox, RemoteServer
 from agentrl_env.fleet.store import FleetStore
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.types import Counts, Durations, SessionStatus, TaskCounts, TaskInfo
-from agentrl_env.wire import Beat, Hello, LostServer, SessionRequest, Welcome
+from agentrl_env.types import Counts, Durations, LostServer, SessionStatus, TaskCounts, TaskInfo
+from agentrl_env.wire import Beat, Hello, SessionRequest, Welcome
 
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")

@@ -15,8 +15,8 @@ from pydantic_core import from_json, to_json
 
 from agentrl_env.errors import SessionLost, WireError, from_wire
 from agentrl_env.server.telemetry.tracing import traceparent
-from agentrl_env.types import TaskInfo
-from agentrl_env.wire import ANSWER_FRAME, Beat, Hello, ServerSummary, SessionRow
+from agentrl_env.types import ServerSummary, TaskInfo
+from agentrl_env.wire import ANSWER_FRAME, Beat, Hello, SessionRow
 
 SILENT_S = 3.0
 """Seconds without a heartbeat after which a server is busy or lost, rather than mute."""

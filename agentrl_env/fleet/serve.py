@@ -15,19 +15,20 @@ from starlette.routing import WebSocketRoute
 from agentrl_env.errors import ServeError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.link_endpoint import link_endpoint
+from agentrl_env.fleet.remote_server import RemoteServer
 from agentrl_env.fleet.supervisor import Replica, Supervisor
 from agentrl_env.hosting.serve import BRIDGES, print_now, run_until_stopped, sessions_get
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import AgentTokens, is_link_token, link_token
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.sockets import Listener
+from agentrl_env.server.sockets import Listener, Tls
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import STUCK_S
-from agentrl_env.session.pool import place_of
 from agentrl_env.wire import LINK_PATH
 
 logger = logging.getLogger("agentrl_env")
+_EVERYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\]):")
 
 STOP_S = 3.0
 """Seconds that a stopping controller waits for answers; then callers may ask another controller."""
@@ -50,6 +51,8 @@ class ControllerServer:
         token: operator token, required beyond loopback. Servers present it, or the link token that
             ``link_token`` derives from it.
         insecure: permit an address beyond loopback without a token.
+        tls: encrypts the connections. Processes of this machine then have an address of their own, on
+            loopback, which ``local_url`` returns.
         limits: of one caller.
         tracing: makes OpenTelemetry spans.
 
@@ -64,6 +67,7 @@ class ControllerServer:
         port: int = 8100,
         token: str | None = None,
         insecure: bool = False,
+        tls: Tls | None = None,
         limits: Limits | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -72,7 +76,8 @@ class ControllerServer:
             raise ServeError(f"{reason}; a controller needs the operator's")
         self.fleet = fleet
         self.metrics = fleet.metrics
-        self._listener = Listener(host, port, token=token, insecure=insecure)
+        self._listener = Listener(host, port, token=token, insecure=insecure, tls=tls)
+        self._local = Listener("127.0.0.1", 0, token=token, insecure=insecure) if tls is not None else None
         self.url = self._listener.url
         self._limits = limits or Limits()
         if token:
@@ -92,7 +97,7 @@ class ControllerServer:
     @property
     def local_url(self) -> str:
         """The address as a process of this machine connects to it."""
-        return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//127.0.0.1:", self.url)
+        return self._local.url if self._local else re.sub(_EVERYWHERE, "//127.0.0.1:", self.url)
 
     @property
     def announcement(self) -> str:
@@ -108,6 +113,8 @@ class ControllerServer:
         """Start to answer requests. Raises ServeError where Redis does not answer."""
         try:
             await self._listener.start(self._app, self._limits, self.metrics)
+            if self._local is not None:
+                await self._local.start(self._app, self._limits, self.metrics, lifespan=False)
             await self.fleet.start()
             if self._tokens is not None:
                 await self._tokens.share(self.fleet.store)
@@ -119,6 +126,8 @@ class ControllerServer:
         """Refuse new sessions, answer the calls under way, and stop; idempotent."""
         self.fleet.draining = True
         timer = asyncio.get_running_loop().call_later(STOP_S, self.fleet.fail_waiting)
+        if self._local is not None:
+            await self._local.stop()
         await self._listener.stop()
         timer.cancel()
         if self._tokens is not None:
@@ -133,12 +142,24 @@ class ControllerServer:
 
         The sessions whose calls it was stuck in are not continued elsewhere.
         """
-        if isinstance(server, ServerProcess):
-            place, blocking = place_of(server.pid or 0), server.blocking_sessions()
-            for remote in list(self.fleet.servers.values()):
-                if remote.place == place:
-                    await self.fleet.registry.routing.blame(remote.server_id, blocking)
-                    await self.fleet.registry.lose(remote.server_id, "its process ended")
+        blocking = server.blocking_sessions() if isinstance(server, ServerProcess) else []
+        for remote in self._remotes(server):
+            await self.fleet.registry.routing.blame(remote.server_id, blocking)
+            await self.fleet.registry.lose(remote.server_id, "its process ended")
+
+    def retire(self, server: ServerHandle) -> int:
+        """Place no new session on a server of this machine; return the number of those it still has."""
+        remotes = self._remotes(server)
+        for remote in remotes:
+            remote.stale = True
+        return sum(len(remote.sessions) + remote.opening for remote in remotes)
+
+    def reload_certificate(self) -> None:
+        """Read the files of the certificate again, for new connections. Raises ServeError."""
+        self._listener.reload_certificate()
+
+    def _remotes(self, server: ServerHandle) -> list[RemoteServer]:
+        return [remote for remote in self.fleet.servers.values() if server.is_at(remote.place)]
 
 
 class WorkerServer:

@@ -16,6 +16,8 @@ from agentrl_env.server.telemetry.logs import escaped
 
 T = TypeVar("T")
 
+MAX_THREADS = 1024
+"""Servers that can start or stop at the same time, each on a thread."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STEADY_S = 10.0
 """A server that ran for this long restarts after the first pause; earlier ends double the pause."""
@@ -45,6 +47,8 @@ class Supervisor:
         replicas: the places to fill.
         report: called with one line per event; errors of writing it are ignored.
         on_end: awaited with each server that has ended, before it is replaced.
+        retire: returns the number of sessions that keep a replaced server from being stopped, and keeps
+            new ones away from it; by default it is stopped immediately.
         poll_s: seconds between checks of a server.
     """
 
@@ -54,12 +58,16 @@ class Supervisor:
         *,
         report: Callable[[str], None],
         on_end: Callable[[ServerHandle], Awaitable[None]] | None = None,
+        retire: Callable[[ServerHandle], int] = lambda server: 0,
         poll_s: float = 0.5,
     ) -> None:
-        self.replicas = replicas
-        self._write, self._on_end, self._poll_s = report, on_end, poll_s
-        self._threads = ThreadPoolExecutor(max_workers=len(replicas), thread_name_prefix="supervisor")
-        self._watching: list[asyncio.Task[None]] = []
+        self.replicas = list(replicas)
+        self._write, self._on_end, self._retire, self._poll_s = report, on_end, retire, poll_s
+        self._threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="supervisor")
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        """The task that restarts each replica, by its name."""
+        self._retiring: dict[asyncio.Task[None], ServerHandle] = {}
+        """Servers that were replaced or removed, and finish their sessions."""
 
     async def start(self) -> None:
         """Return once every server serves. Raises AgentRLError if one cannot start; then call ``stop``."""
@@ -71,14 +79,17 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*filling, return_exceptions=True)
             raise
-        self._watching = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+        for replica in self.replicas:
+            self._start_watching(replica)
 
     async def stop(self) -> None:
         """Drain and stop every server; idempotent. Raises the first error."""
-        for task in self._watching:
+        servers = self._servers()
+        tasks = [*self._watching.values(), *self._retiring]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
-        servers = [replica.server for replica in self.replicas if replica.server is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        servers = list({*servers, *self._servers()})
         for replica in self.replicas:
             replica.state = "stopping"
         ended = await asyncio.gather(*(self._run(server.stop) for server in servers), return_exceptions=True)
@@ -91,24 +102,74 @@ class Supervisor:
 
     def stop_waiting(self) -> None:
         """Cut the drain of a concurrent ``stop`` short."""
-        for replica in self.replicas:
-            if replica.server is not None:  # the supervisor's own threads are busy with stop()
-                asyncio.get_running_loop().run_in_executor(None, replica.server.stop_waiting)
+        for server in self._servers():  # the supervisor's own threads are busy with stop()
+            asyncio.get_running_loop().run_in_executor(None, server.stop_waiting)
 
-    async def roll(self) -> None:
-        """Replace the servers one by one; each new server serves before the old one drains."""
-        for replica in self.replicas:
+    async def roll(self, replicas: Sequence[Replica] | None = None) -> None:
+        """Replace servers one by one, by default all of them.
+
+        Each new server serves before the old one gets no new sessions. The old one is stopped once its
+        sessions have ended.
+        """
+        for replica in list(self.replicas) if replicas is None else replicas:
             async with replica.lock:
                 old = replica.server
                 await self._fill(replica)
                 if old is not None:
-                    await self._run(old.stop)
+                    self._start_retiring(replica.name, old)
             self.report(f"{replica.name} was replaced")
+
+    async def add(self, replica: Replica) -> None:
+        """Start another server. One that cannot start is tried again, as one that has ended."""
+        self.replicas.append(replica)
+        try:
+            await self._fill(replica)
+        except AgentRLError as error:
+            self.report(f"{replica.name} does not start: {error}")
+        else:
+            self.report(f"{replica.name} was added")
+        self._start_watching(replica)
+
+    async def remove(self, replica: Replica) -> None:
+        """Give up a place; its server is stopped once its sessions have ended."""
+        watching = self._watching.pop(replica.name)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        self.replicas.remove(replica)
+        if replica.server is not None:
+            self._start_retiring(replica.name, replica.server)
+        self.report(f"{replica.name} was removed")
 
     def report(self, line: str) -> None:
         """Report an event on one line; errors of writing it are ignored."""
         with contextlib.suppress(OSError, ValueError):
             self._write(escaped(line))
+
+    def _servers(self) -> list[ServerHandle]:
+        """Return every server that has been started, with those that finish their sessions."""
+        filled = [replica.server for replica in self.replicas if replica.server is not None]
+        return [*filled, *self._retiring.values()]
+
+    def _start_watching(self, replica: Replica) -> None:
+        self._watching[replica.name] = asyncio.create_task(self._watch(replica))
+
+    def _start_retiring(self, name: str, server: ServerHandle) -> None:
+        open_sessions = self._retire(server)
+        if open_sessions:
+            self.report(f"the previous server of {name} finishes {open_sessions} sessions")
+        task = asyncio.create_task(self._finish(server))
+        self._retiring[task] = server
+        task.add_done_callback(lambda done: self._retiring.pop(done, None))
+
+    async def _finish(self, server: ServerHandle) -> None:
+        """Stop a server once its sessions have ended, or it has."""
+        while self._retire(server):
+            await asyncio.sleep(self._poll_s)
+            if not await self._run(partial(_is_running, server)):
+                if self._on_end is not None:
+                    await self._on_end(server)
+                break
+        await self._run(server.stop)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from agentrl_env.fleet.config import FleetConfig, TaskConfig
+from agentrl_env.fleet.config import FleetConfig, TaskConfig, read_fleet_config
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import STARVED_FACTOR, ControllerServer
 from agentrl_env.fleet.supervisor import Replica, Supervisor
@@ -23,6 +25,7 @@ from agentrl_env.launch.docker import DockerServer
 from agentrl_env.launch.image import build_image
 from agentrl_env.launch.process import ServerHandle, ServerProcess
 from agentrl_env.server.auth import link_token
+from agentrl_env.server.sockets import Tls
 
 _REFRESH_S = 0.5
 
@@ -37,6 +40,7 @@ class LocalFleet:
         config: what to run.
         report: called with one line per event.
         token: operator token; by default that of the configured variable.
+        tls: encrypts the connections of callers.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class LocalFleet:
         config: FleetConfig,
         report: Callable[[str], None] = lambda line: None,
         token: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._config = config
         token = token or config.token
@@ -53,15 +58,20 @@ class LocalFleet:
             resume=settings.resume,
             stuck_after_s=STARVED_FACTOR * max(task.stuck_after for task in config.tasks),
         )
-        self._controller = ControllerServer(sessions, host=settings.host, port=settings.port, token=token)
+        address: dict[str, Any] = {"host": settings.host, "port": settings.port, "token": token}
+        self._controller = ControllerServer(sessions, **address, tls=tls)
         self._link_token = link_token(token or secrets.token_urlsafe())
         self.url = self._controller.url
-        replicas = [
-            Replica(name=f"{task.name} {number}", make=partial(self._make_server, task))
+        self._replicas = {
+            task.name: [self._replica(task, number) for number in range(task.replicas)]
             for task in config.tasks
-            for number in range(task.replicas)
-        ]
-        self.supervisor = Supervisor(replicas, report=report, on_end=self._controller.remove)
+        }
+        self.supervisor = Supervisor(
+            [replica for group in self._replicas.values() for replica in group],
+            report=report,
+            on_end=self._controller.remove,
+            retire=self._controller.retire,
+        )
 
     @property
     def announcement(self) -> str:
@@ -78,7 +88,7 @@ class LocalFleet:
     async def start(self) -> None:
         """Return once every server has joined the fleet. Raises AgentRLError if one cannot start."""
         await self._controller.start()
-        await self._build_images()
+        await self._build_images(self._config.tasks)
         await self.supervisor.start()
 
     async def stop(self) -> None:
@@ -92,10 +102,49 @@ class LocalFleet:
         """Cut the drain of a concurrent ``stop`` short."""
         self.supervisor.stop_waiting()
 
-    async def roll(self) -> None:
-        """Replace the servers one by one; each new server serves before the old one drains."""
-        await self._build_images()
-        await self.supervisor.roll()
+    async def reload(self, config: FleetConfig) -> None:
+        """Apply a configuration that was read again, and the files of the certificate.
+
+        Servers are added, removed and replaced as their task requires; without a change all are replaced,
+        so that they load their tasks anew. A server that goes gets no new session and is stopped once those
+        it has have ended. The name of the fleet and its controller stay as they are.
+
+        Raises AgentRLError if a server does not start; the server it was to replace goes on.
+        """
+        self._controller.reload_certificate()
+        before = self._config
+        if (config.name, config.controller) != (before.name, before.controller):
+            self.supervisor.report("changes of the fleet's name and of [controller] need a restart")
+        config = config.model_copy(update={"name": before.name, "controller": before.controller})
+        known = {task.name: task for task in before.tasks}
+        replaced = [
+            task for task in config.tasks if config == before or _is_other(task, known.get(task.name))
+        ]
+        await self._build_images(replaced)
+        self._config = config
+        for name in known.keys() - {task.name for task in config.tasks}:
+            await self._scale(name, 0)
+        for task in config.tasks:
+            replicas = self._replicas.setdefault(task.name, [])
+            for replica in replicas:
+                replica.make = partial(self._make_server, task)
+            kept = replicas[: task.replicas]
+            while len(replicas) < task.replicas:
+                replicas.append(self._replica(task, len(replicas)))
+                await self.supervisor.add(replicas[-1])
+            if task in replaced:
+                await self.supervisor.roll(kept)
+            await self._scale(task.name, task.replicas)
+
+    async def _scale(self, name: str, number: int) -> None:
+        """Remove the last servers of a task."""
+        while len(self._replicas[name]) > number:
+            await self.supervisor.remove(self._replicas[name].pop())
+        if not number:
+            del self._replicas[name]
+
+    def _replica(self, task: TaskConfig, number: int) -> Replica:
+        return Replica(name=f"{task.name} {number}", make=partial(self._make_server, task))
 
     def table(self) -> Table:
         """Return a table of the fleet's state."""
@@ -108,16 +157,15 @@ class LocalFleet:
         )
         for column in ("task", "kind", "serving", "restarts"):
             table.add_column(column)
-        replicas = iter(self.supervisor.replicas)
         for task in self._config.tasks:
-            own = [next(replicas) for _ in range(task.replicas)]
+            own = self._replicas.get(task.name, [])
             serving = sum(replica.state == "serving" for replica in own)
             restarts = sum(replica.restarts for replica in own)
             table.add_row(task.name, task.kind, f"{serving}/{task.replicas}", str(restarts))
         return table
 
-    async def _build_images(self) -> None:
-        for task in self._config.tasks:
+    async def _build_images(self, tasks: Sequence[TaskConfig]) -> None:
+        for task in tasks:
             if task.kind == "docker" and task.target is not None:
                 self.supervisor.report(f"building the image of {task.name}")
                 await asyncio.to_thread(build_image, task.target, tag=task.image_name)
@@ -134,10 +182,23 @@ class LocalFleet:
         return DockerServer(image=task.image_name, network=task.network, limits=task.limits, **options)
 
 
-class _ForegroundFleet(LocalFleet):
-    """The fleet of the command line: SIGHUP replaces its servers, and a terminal shows its table."""
+def _is_other(task: TaskConfig, before: TaskConfig | None) -> bool:
+    """Return True if the running servers of a task have other options, whatever their number."""
+    return before is not None and task != before.model_copy(update={"replicas": task.replicas})
 
-    _tasks: Sequence[asyncio.Task[None]] = ()
+
+class _ForegroundFleet(LocalFleet):
+    """The fleet of the command line: SIGHUP reloads its file, and a terminal shows its table.
+
+    Args:
+        read: reads the file.
+        options: of ``LocalFleet``.
+    """
+
+    def __init__(self, read: Callable[[], FleetConfig], **options: Any) -> None:
+        super().__init__(read(), _report, **options)
+        self._read = read
+        self._tasks: Sequence[asyncio.Task[None]] = ()
 
     async def start(self) -> None:
         requested = asyncio.Event()
@@ -148,7 +209,7 @@ class _ForegroundFleet(LocalFleet):
             await self.stop()
             raise
         self._tasks = [
-            asyncio.create_task(self._roll_on_request(requested)),
+            asyncio.create_task(self._reload_on_request(requested)),
             asyncio.create_task(self._show_table()),
         ]
 
@@ -158,17 +219,17 @@ class _ForegroundFleet(LocalFleet):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().stop()
 
-    async def _roll_on_request(self, requested: asyncio.Event) -> None:
+    async def _reload_on_request(self, requested: asyncio.Event) -> None:
         while True:
             await requested.wait()
             requested.clear()
-            self.supervisor.report(
-                "SIGHUP: replacing the servers; changes of the fleet's file need a restart"
-            )
+            self.supervisor.report("SIGHUP: reading the fleet's file again")
             try:
-                await self.roll()
+                await self.reload(self._read())
             except Exception as error:  # the next request may succeed
-                self.supervisor.report(f"not all servers were replaced: {error}")
+                self.supervisor.report(f"the file is not applied, or not completely: {error}")
+            else:
+                self.supervisor.report("the file is applied")
 
     async def _show_table(self) -> None:
         console = Console()
@@ -179,16 +240,17 @@ class _ForegroundFleet(LocalFleet):
                     live.update(self.table(), refresh=True)
 
 
-def up(config: FleetConfig, token: str | None = None) -> None:
-    """Run a fleet until Ctrl-C or SIGTERM; SIGHUP replaces its servers, as configured at the start.
+def up(file: Path, token: str | None = None, tls: Tls | None = None) -> None:
+    """Run a fleet until Ctrl-C or SIGTERM; SIGHUP reads its file again.
 
     Args:
-        config: what to run.
+        file: its configuration.
         token: operator token; by default that of the configured variable.
+        tls: encrypts the connections of callers.
 
     Raises AgentRLError if the fleet cannot start; everything that had started is stopped.
     """
-    run_until_stopped(_ForegroundFleet(config, _report, token), print_now)
+    run_until_stopped(_ForegroundFleet(partial(read_fleet_config, file), token=token, tls=tls), print_now)
 
 
 def _report(line: str) -> None:

@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 import uvicorn
 
@@ -24,7 +24,7 @@ from agentrl_env.server.app import create_app
 from agentrl_env.server.auth import is_link_token
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.limits import Limits
-from agentrl_env.server.sockets import Listener
+from agentrl_env.server.sockets import Listener, Tls
 from agentrl_env.server.telemetry.metrics import SLOW_STEP_S, Metrics, SessionMetrics
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.watchdog import Watchdog
@@ -56,6 +56,7 @@ class EnvServer:
         token: operator token, required beyond loopback. With the link token of a fleet the server joins
             its controllers, and nobody may call it directly.
         insecure: permit an address beyond loopback without a token.
+        tls: encrypts the connections.
         drain_s: seconds that open sessions get to end when the server stops.
         controllers: addresses of the controllers to connect to.
         slow_step_s: steps that take longer are logged as warnings.
@@ -74,6 +75,7 @@ class EnvServer:
         port: int = 8000,
         token: str | None = None,
         insecure: bool = False,
+        tls: Tls | None = None,
         drain_s: float = 30.0,
         controllers: Sequence[str] = (),
         slow_step_s: float = SLOW_STEP_S,
@@ -89,7 +91,8 @@ class EnvServer:
             own = secrets.token_urlsafe()  # a holder of the link token may not call the fleet's servers
         environments = load_targets(targets)
         self.names = [environment.name for environment in environments]
-        self._listener = None if host == NOWHERE else Listener(host, port, token=own, insecure=insecure)
+        security: dict[str, Any] = {"token": own, "insecure": insecure, "tls": tls}
+        self._listener = None if host == NOWHERE else Listener(host, port, **security)
         self.url = self._listener.url if self._listener else ""
         self.metrics = Metrics()
         self._limits = limits or Limits()

@@ -182,6 +182,10 @@ class DockerServer(ServerHandle):
             with contextlib.suppress(LaunchError), daemon_errors(f"cannot signal {container.name}"):
                 container.kill("SIGTERM")
 
+    def is_at(self, place: str) -> bool:
+        """Return True if ``place`` is in the container, which has its short id as host name."""
+        return self._container is not None and place.partition(" ")[0] == self._container.id[:12]
+
     def output(self) -> str:
         """Return what the server has printed since it started."""
         return _logs(self._container) if self._container is not None else self._output

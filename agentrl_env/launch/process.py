@@ -25,10 +25,11 @@ import httpx
 
 from agentrl_env.errors import ServeError
 from agentrl_env.server.watchdog import KILLED, STUCK_S
+from agentrl_env.session.pool import place_of
 
 logger = logging.getLogger("agentrl_env")
 
-_LISTENING = re.compile(rb"serving .* at (http://\S+)(?: with \d+ workers)?$")
+_LISTENING = re.compile(rb"serving .* at (https?://\S+)(?: with \d+ workers)?$")
 _CONNECTED = re.compile(rb"serving ")
 _POLL_S = 0.05
 _LATE_S = 30.0
@@ -112,6 +113,10 @@ class ServerHandle(ABC):
     @abstractmethod
     def stop_waiting(self) -> None:
         """Cut the drain of a concurrent ``stop`` short."""
+
+    @abstractmethod
+    def is_at(self, place: str) -> bool:
+        """Return True if this server, which runs, reports ``place`` as its host and process."""
 
     def output(self) -> str:
         """Return what the server has printed since it started; empty if this process prints it."""
@@ -239,6 +244,10 @@ class ServerProcess(ServerHandle):
         if (process := self._process) is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
 
+    def is_at(self, place: str) -> bool:
+        """Return True if ``place`` is the child's host name and process id."""
+        return self._process is not None and place == place_of(self._process.pid)
+
     def blocking_sessions(self) -> list[str]:
         """Return, once, the sessions of which one got the server stuck, where its watchdog killed it."""
         if self._socket is not None:
@@ -307,8 +316,8 @@ def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout:
 
 
 def healthy(url: str) -> bool:
-    """Return whether a server answers ``/health``."""
+    """Return True if a server answers ``/health``. Its certificate is not verified."""
     try:
-        return httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", timeout=2.0, trust_env=False, verify=False).status_code == 200
     except httpx.TransportError:
         return False

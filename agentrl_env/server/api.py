@@ -30,11 +30,13 @@ from agentrl_env.fast_wire import (
 from agentrl_env.server.auth import AgentTokens, Caller
 from agentrl_env.server.limits import SMALL_BYTES, Limits
 from agentrl_env.server.service import Service
+from agentrl_env.server.telemetry.history import History
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import SessionInfo, StepResult
 from agentrl_env.wire import (
     CALLS,
     CLOSE,
+    FLEET,
     FORK,
     INFO,
     OPEN,
@@ -45,6 +47,7 @@ from agentrl_env.wire import (
     STEP_MANY,
     AgentToken,
     Call,
+    FleetQuery,
     ForkRequest,
     OpenBatch,
     OpenRequest,
@@ -91,6 +94,7 @@ class Api:
     ) -> None:
         self.service = service
         self.metrics = metrics
+        self.history = History(metrics, service.gauges)
         self._limits = limits
         self._tokens = tokens
         self._handlers: dict[str, Handler] = {name: partial(self._forward, name) for name in CALLS}
@@ -103,6 +107,7 @@ class Api:
             FORK.name: self._fork,
             INFO.name: self._info,
             CLOSE.name: self._close,
+            FLEET.name: self._fleet,
             RENEW.name: self._renew,
             REVOKE.name: self._revoke,
         }
@@ -197,6 +202,12 @@ class Api:
 
     async def _info(self, request: SessionRequest, who: Caller) -> bytes:
         return _seen_by(who, await self._forward(INFO.name, request, who), SessionInfo)
+
+    async def _fleet(self, request: FleetQuery, who: Caller) -> bytes:
+        fleet = await self.service.fleet(request)
+        if request.since is not None:
+            fleet = fleet.model_copy(update={"history": self.history.since(request.since)})
+        return _to_json(fleet)
 
     async def _close(self, request: SessionRequest, who: Caller) -> bytes:
         if self._tokens is not None:

@@ -71,10 +71,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         measuring = asyncio.create_task(measure_loop_lag(metrics))
+        recording = asyncio.create_task(api.history.record())
         try:
             yield
         finally:
             measuring.cancel()
+            recording.cancel()
             await service.aclose()
 
     app = FastAPI(

@@ -4,7 +4,8 @@ The operator token permits every call. MAC is the base64url form of HMAC-SHA256.
 
 - An agent token permits to step and read one session: ``agent.SESSION_ID.EXPIRY.ID.MAC``, under a random key
   of the server or fleet. See ``AgentTokens``.
-- The metrics token permits to read ``/metrics``: ``metrics.MAC``, under the operator token.
+- The metrics token permits to read ``/metrics`` and what the dashboard shows: ``metrics.MAC``, under the
+  operator token. It neither opens, steps nor closes a session.
 - The link token permits a server to connect to a controller, and nothing else: ``link.MAC``, under the
   operator token, so that every controller verifies it and every server can be given it in advance.
 """
@@ -59,7 +60,7 @@ class Caller:
     is_server: bool = False
     """True for a link token, which permits no call."""
     is_monitor: bool = False
-    """True for a metrics token, which permits to read ``/metrics`` and nothing else."""
+    """True for a metrics token, which only permits to read."""
     rates: Rates | None = None
     """Rate limits of each call; None where the request as a whole was counted."""
     grant: Grant | None = None
@@ -83,7 +84,7 @@ class Caller:
         if self.is_server:
             raise Forbidden("a link token only permits a server to join a fleet: serve --controller URL")
         if self.is_monitor:
-            raise Forbidden("a metrics token only permits to read /metrics")
+            raise Forbidden("a metrics token only permits to read: metrics, servers, tasks and sessions")
         if self.session_id is not None and not agent_may:
             raise Forbidden("an agent token only permits to step and read its own session")
         if self.grant is not None:

@@ -189,7 +189,7 @@ class ControllerLinks:
             tasks=(await self._pool.tasks()).tasks,
             capacity=int(self._pool.gauges()["agentrl_sessions_capacity"]),
             sessions=rows,
-            draining=self._pool.draining,
+            draining=not self._pool.accepts_sessions,
             place=place_of(os.getpid()),
             version=VERSION,
         )
@@ -274,7 +274,7 @@ class _Link:
         beat = Beat(
             opened=tuple(opened),
             ended=tuple(ended),
-            draining=self._pool.draining,
+            draining=not self._pool.accepts_sessions,
             leaving=leaving,
             counts=counts,
         )

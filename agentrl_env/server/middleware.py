@@ -71,6 +71,10 @@ _AGENTRL = AGENTRL_CALLS | AGENTRL_WORKER_CALLS
 _ROUTES = frozenset(
     {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values()), *_AGENTRL}
 )
+_READS = frozenset(
+    {("GET", "/metrics"), *(("GET", call.path) for call in CALLS.values() if call.method == "GET")}
+)
+"""Requests of a metrics token."""
 _SESSIONS = "/v1/sessions/"
 _BRIDGE = re.compile(r"/(mcp|openenv)/[^/]+")
 _AGENT_BRIDGE = re.compile(
@@ -182,7 +186,9 @@ class AccessMiddleware:
         if who.session_id is not None:
             name = who.session_id
             who.check_token(_agent_may(scope["method"], path, who.session_id))
-        elif path not in AGENTRL_WORKER_CALLS and not (who.is_monitor and path == "/metrics"):
+        elif path not in AGENTRL_WORKER_CALLS and not (
+            who.is_monitor and (scope["method"], route_of(path)) in _READS
+        ):
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
             # The page could not read the answer, but the call would be made.

@@ -7,11 +7,12 @@ from typing import Protocol
 
 from agentrl_env.errors import WireError
 from agentrl_env.fast_wire import FastBatch, Step
-from agentrl_env.types import SessionInfo
+from agentrl_env.types import FleetInfo, SessionInfo
 from agentrl_env.wire import (
+    DrainRequest,
     EmptyRequest,
     ExpertAnswer,
-    FleetInfo,
+    FleetQuery,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
@@ -40,9 +41,6 @@ class Service(Protocol):
     def check_ready(self) -> None:
         """Raise ServerDraining or ServerFull where no session can be opened, with the reason."""
 
-    def set_stale(self, server_id: str, stale: bool) -> None:
-        """Open no new sessions on a server while it is stale; it goes on with those it has."""
-
     async def tasks(self, request: EmptyRequest) -> TaskList | bytes:
         """Return the tasks."""
 
@@ -64,8 +62,11 @@ class Service(Protocol):
     async def transcript(self, request: TranscriptRequest) -> Transcript | bytes:
         """Return the last turns of a session."""
 
-    async def fleet(self, request: EmptyRequest) -> FleetInfo | bytes:
-        """Return the servers."""
+    async def fleet(self, request: FleetQuery) -> FleetInfo:
+        """Return the servers; ``Api`` adds the history."""
+
+    async def drain_server(self, request: DrainRequest) -> FleetInfo:
+        """Open no new sessions on a server, or open them again; return the servers."""
 
     async def expert(self, request: SessionRequest) -> ExpertAnswer | bytes:
         """Return the next message of the task's expert."""

@@ -9,9 +9,12 @@ import math
 import os
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -232,7 +235,8 @@ class _HttpProtocol(HttpToolsProtocol):
             head += b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         # Closing with unread bytes would be a reset, which can overtake the answer.
-        self.transport.write_eof()
+        if self.transport.get_extra_info("ssl_object") is None:  # TLS cannot close one direction
+            self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
@@ -243,6 +247,41 @@ def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Certificate and private key with which a listener encrypts its connections.
+
+    Args:
+        cert: PEM file of the certificate, followed by those of its issuers.
+        key: PEM file of the private key; by default it is in ``cert`` too.
+    """
+
+    cert: Path
+    key: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of new connections. Raises ServeError if the files do not fit."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.load_into(context)
+        return context
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Read the files into a context. Raises ServeError if they do not fit."""
+        try:
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            files = f"{self.cert} and {self.key}" if self.key else f"{self.cert}"
+            raise ServeError(
+                f"cannot serve TLS with {files} ({error}); --tls-cert takes a PEM file with the certificate "
+                "chain, --tls-key one with its unencrypted private key"
+            ) from error
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted")
+
+
 class Listener:
     """An address that is bound at once, and served from the running event loop later.
 
@@ -251,24 +290,36 @@ class Listener:
         port: port to bind; 0 picks a free one.
         token: operator token, required beyond loopback.
         insecure: permit an address beyond loopback without a token.
+        tls: encrypts the connections.
 
     Raises ServeError.
     """
 
-    def __init__(self, host: str, port: int, *, token: str | None, insecure: bool) -> None:
+    def __init__(
+        self, host: str, port: int, *, token: str | None, insecure: bool, tls: Tls | None = None
+    ) -> None:
         _check_exposure(host, token, insecure)
+        self._tls, self._context = tls, tls.context() if tls is not None else None
         self._socket = _bind(host, port)
-        self.url = _url(host, self._socket)
+        self.url = _url(host, self._socket, "http" if tls is None else "https")
         self._server: EmbeddedServer | None = None
 
-    async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
+    def reload_certificate(self) -> None:
+        """Read the files of the certificate again, for new connections. Raises ServeError."""
+        if self._tls is not None and self._context is not None:
+            self._tls.load_into(self._context)
+
+    async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics, *, lifespan: bool = True) -> None:
         """Return once requests are answered; ``metrics`` counts the connections.
+
+        The lifespan of an application runs once, also if several listeners serve it.
 
         Connections that speak HTTP/2 go to the application's ``state.on_http2``, where it has one.
         """
         on_http2 = getattr(getattr(app, "state", None), "on_http2", None)
         _raise_file_limit()
         _detect_dead_peers(self._socket)
+        context = self._context
         peers = _Peers(OPERATOR_FACTOR * limits.max_connections, metrics)
         config = uvicorn.Config(
             app,
@@ -285,6 +336,8 @@ class Listener:
             ws_ping_interval=20.0,
             ws_ping_timeout=60.0,
             ws_per_message_deflate=False,
+            lifespan="on" if lifespan else "off",
+            ssl_context_factory=None if context is None else lambda config, default: context,
         )
         self._server = EmbeddedServer(config)  # a draining server still answers steps
         await self._server.start(self._socket)
@@ -300,11 +353,11 @@ class Listener:
                 os.unlink(self.url.removeprefix(_UNIX))
 
 
-def _url(host: str, bound: socket.socket) -> str:
+def _url(host: str, bound: socket.socket, scheme: str) -> str:
     if bound.family == socket.AF_UNIX:
         return host
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{bound.getsockname()[1]}"
+    return f"{scheme}://{shown}:{bound.getsockname()[1]}"
 
 
 def _bind(host: str, port: int) -> socket.socket:

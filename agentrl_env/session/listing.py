@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.session.session import Session
+from agentrl_env.types import SessionStatus
 from agentrl_env.wire import (
     SessionList,
     SessionQuery,
@@ -37,11 +38,13 @@ def list_sessions(
 
     Raises InvalidRequest.
     """
-    task, status = query.task, query.status
+    task, status, search = query.task, query.status, query.search.lower()
     wanted = [
         (epoch + session.began, session.session_id, session, since)
         for session, since in known
-        if (task is None or session.sample.task == task) and (status is None or session.status is status)
+        if (task is None or session.sample.task == task)
+        and (status is None or session.status is status)
+        and (not search or search in _searched(session))
     ]
     wanted.sort(reverse=True)  # fast: the table is nearly sorted
     begin = bisect_left(wanted, True, key=_is_after(query.after))
@@ -77,6 +80,18 @@ def transcript(session: Session, after: int | None) -> Transcript:
     )
 
 
+def _searched(session: Session) -> str:
+    """Return the text in which a search looks for a session."""
+    sample = session.sample
+    return f"{session.session_id} {sample.task} {sample.split} {sample.index} seed {sample.seed}".lower()
+
+
+def _reason(session: Session) -> str:
+    """Return the exception with which the environment failed; empty if it did not fail in a step."""
+    last = session.history.last if session.status is SessionStatus.FAILED_ENVIRONMENT else None
+    return str(last.info.get("error", {}).get("message", "")) if last is not None else ""
+
+
 def _summary(session: Session, server: str, since: float | None, now: float, began: float) -> SessionSummary:
     sample = session.sample
     return SessionSummary(
@@ -92,6 +107,7 @@ def _summary(session: Session, server: str, since: float | None, now: float, beg
         began=began,
         age_s=now - session.began,
         idle_s=None if since is None else now - since,
+        error=_reason(session),
     )
 
 

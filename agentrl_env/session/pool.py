@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPending, WireError
+from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPending, UnknownServer, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity
@@ -24,16 +24,17 @@ from agentrl_env.session.session_table import Entry, SessionTable, SessionWatche
 from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.session.tasks import Tasks
 from agentrl_env.session.threads import RunningCalls
-from agentrl_env.types import SessionInfo, SessionStatus, TaskSample
+from agentrl_env.types import FleetInfo, ServerSummary, SessionInfo, SessionStatus, TaskSample
 from agentrl_env.wire import (
     EMPTY,
+    FLEET_NOW,
+    DrainRequest,
     EmptyRequest,
     ExpertAnswer,
-    FleetInfo,
+    FleetQuery,
     ForkAnswer,
     ForkRequest,
     OpenRequest,
-    ServerSummary,
     SessionList,
     SessionQuery,
     SessionRequest,
@@ -56,6 +57,7 @@ MAX_THREADS = 256
 CHUNK = 128
 """Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
+STALE = "the operator drains this server; open sessions elsewhere"
 STEP_PENDING = "the step is still under way; ask again with the same seq"
 
 
@@ -121,6 +123,11 @@ class SessionPool:
         self._quiet: asyncio.Event | None = None
 
     @property
+    def accepts_sessions(self) -> bool:
+        """True unless the server drains, because it ends or because the operator drains it."""
+        return not (self.draining or self._stale)
+
+    @property
     def open_sessions(self) -> int:
         """Number of running sessions."""
         return len(self._table.live)
@@ -140,15 +147,11 @@ class SessionPool:
 
     def check_ready(self) -> None:
         """Raise ServerDraining or ServerFull where no session can be opened."""
-        if self.draining:
-            raise ServerDraining(DRAINING)
+        if self.draining or self._stale:
+            raise ServerDraining(DRAINING if self.draining else STALE)
         blocking = self._tasks.blocking
         if blocking and all(map(self._tasks.exhausted, blocking)):
             raise self._no_thread(*blocking)
-
-    def set_stale(self, server_id: str, stale: bool) -> None:
-        """Open no new sessions while ``stale``."""
-        self._stale = stale
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
         """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
@@ -216,7 +219,14 @@ class SessionPool:
         """Return the last turns of a session. Raises UnknownSession."""
         return listing.transcript(self.session(request.session_id), request.after)
 
-    async def fleet(self, request: EmptyRequest = EMPTY) -> FleetInfo:
+    async def drain_server(self, request: DrainRequest) -> FleetInfo:
+        """Open no new sessions here, or open them again. Raises UnknownServer for another server."""
+        if request.server_id != self.server_id:
+            raise UnknownServer(f"no server {request.server_id!r} here; GET /v1/fleet lists its id")
+        self._stale = request.draining
+        return await self.fleet()
+
+    async def fleet(self, request: FleetQuery = FLEET_NOW) -> FleetInfo:
         """Return this server as a fleet of one."""
         place, counts = place_of(os.getpid()), dict(self._observer.counts())
         server = ServerSummary(
@@ -359,7 +369,7 @@ class SessionPool:
     async def _open(self, request: OpenRequest, digest: str) -> SessionInfo:
         environment = self._tasks.environment(request.task)
         if self._stale:
-            raise ServerDraining("this server is marked as stale and opens no session; mark it as not stale")
+            raise ServerDraining(STALE)
         if self._tasks.exhausted(environment.name):
             raise self._no_thread(environment.name)
         await self._tasks.describe()

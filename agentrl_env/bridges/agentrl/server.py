@@ -39,16 +39,27 @@ from agentrl_env.server.api import Api, read, validate
 from agentrl_env.server.auth import caller
 from agentrl_env.server.embedded import unless_disconnected
 from agentrl_env.server.middleware import AGENTRL_PATH
-from agentrl_env.types import Message, SessionInfo, SessionStatus, SplitInfo, StepResult, TaskInfo, ToolCall
+from agentrl_env.types import (
+    FleetInfo,
+    Message,
+    SessionInfo,
+    SessionStatus,
+    SplitInfo,
+    StepResult,
+    TaskInfo,
+    ToolCall,
+)
 from agentrl_env.wire import (
     CLOSE,
+    DRAIN_SERVER,
     EMPTY,
     FLEET,
     MAX_WAIT_S,
     OPEN,
     STEP,
     TASKS,
-    FleetInfo,
+    DrainRequest,
+    FleetQuery,
     OpenRequest,
     SessionRequest,
     StepRequest,
@@ -249,7 +260,7 @@ class AgentRLBridge:
 
     async def list_workers(self, request: Request) -> object:
         """Return the servers by task."""
-        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY, caller.get()))
+        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, FleetQuery(), caller.get()))
         listed: dict[str, Any] = {}
         for task in (await self._tasks()).tasks:
             servers = [server for server in fleet.servers if task.name in server.tasks]
@@ -292,11 +303,12 @@ class AgentRLBridge:
     async def mark_stale(self, request: Request) -> None:
         """Open no new sessions on a server, or open them again."""
         body = await self._read(_Stale, request)
-        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, EMPTY, caller.get()))
+        fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, FleetQuery(), caller.get()))
         ids = [one.server_id for one in fleet.servers if self._worker(one.server_id) == body.worker_id]
         if not ids:
             raise InvalidRequest(f"no worker {body.worker_id}; list_workers has those that there are")
-        self._api.service.set_stale(ids[0], body.stale)
+        drain = DrainRequest(server_id=ids[0], draining=body.stale)
+        await self._api.answer(DRAIN_SERVER, drain, caller.get())
 
     async def clean(self, request: Request) -> None:
         """Do nothing: servers and sessions that are gone are removed as soon as they are."""

@@ -31,7 +31,7 @@ from agentrl_env.types import Counts, Durations, SessionStatus, TaskCounts
 if TYPE_CHECKING:
     from agentrl_env.session import Session
     from agentrl_env.tools import StepBuilder
-    from agentrl_env.wire import ServerSummary
+    from agentrl_env.types import ServerSummary
 
 __all__ = ["CONTENT_TYPE", "SLOW_STEP_S", "Histogram", "Metrics", "SessionMetrics", "measure_loop_lag"]
 

@@ -259,6 +259,34 @@ async def test_draining_server_finishes_its_sessions_and_gets_no_new_ones():
         await until(lambda: leaving.pool.server_id not in site.fleet.servers)
 
 
+async def test_server_that_the_operator_drains_gets_no_session_from_any_controller():
+    other = ControllerServer(FleetService(queue_s=0.0), port=0, token="secret")
+    await other.start()
+    try:
+        async with Site() as site, EnvClient.connect(other.url, token="secret", timeout=60) as second:
+            drained = await site.serve(Quick, controllers=[other.url])
+            staying = await site.serve(Quick, controllers=[other.url])
+            await until(lambda: len(other.fleet.servers) == 2)
+            name = drained.pool.server_id
+            async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
+
+                async def drain(draining):
+                    body = {"server_id": name, "draining": draining}
+                    answer = await http.post(f"{site.controller.url}/v1/fleet/drain", json=body)
+                    assert answer.status_code == 200
+
+                await drain(True)
+                for client in (site.client, second):
+                    for _ in range(3):
+                        assert (await client.open("quick")).session_id.startswith(staying.pool.server_id)
+                await until(lambda: other.fleet.servers[name].draining)
+                await drain(False)
+            assert (await site.client.open("quick")).session_id.startswith(name)
+            await until(lambda: not other.fleet.servers[name].draining)
+    finally:
+        await other.stop()
+
+
 async def test_draining_controller_rejects_openings():
     async with Site() as site:
         await site.serve(Quick)

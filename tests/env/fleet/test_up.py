@@ -93,15 +93,64 @@ async def test_dead_server_is_restarted_and_roll_loses_no_session(fleet):
         assert victim not in before
         session = await client.open("guess")
         process.send_signal(signal.SIGHUP)
-        await session.step(ToolCall.of("guess", n=0))
-        await session.close()
-        await asyncio.to_thread(until, lambda: log.read_text().count("was replaced") == 2, "all are replaced")
-        notice = (
-            r"(?m)^\d{4}-\d\d-\d\dT[\d:]{8}[+-]\d{4} SIGHUP: .*; changes of the fleet's file need a restart$"
-        )
+        await asyncio.to_thread(until, lambda: "the file is applied" in log.read_text(), "all are replaced")
+        notice = r"(?m)^\d{4}-\d\d-\d\dT[\d:]{8}[+-]\d{4} SIGHUP: reading the fleet's file again$"
         assert re.search(notice, log.read_text())
+        assert log.read_text().count("was replaced") == 2
+        await session.step(ToolCall.of("guess", n=0))  # on its server, however long it takes
+        await session.close()
+        await asyncio.to_thread(until, lambda: not before & servers(process.pid), "the old servers end")
         assert len(servers(process.pid)) == 2
-        assert not before & servers(process.pid)
+        await (await client.open("guess")).close()
+
+
+async def test_reload_scales_and_replaces_servers_while_their_sessions_go_on(tmp_path):
+    guess = TaskConfig(name="guess", target=f"{TASKS}:Guess", replicas=1, drain=0.0)
+    config = FleetConfig(controller=ControllerConfig(port=0), tasks=(guess,))
+    reports = []
+    fleet = LocalFleet(config, report=reports.append)
+
+    def changed(**update):
+        return config.model_copy(update={"tasks": (guess.model_copy(update=update),)})
+
+    def capacities():
+        return sorted(server.capacity for server in fleet._controller.fleet.servers.values())
+
+    try:
+        await fleet.start()
+        async with EnvClient.connect(fleet.url, timeout=60) as client:
+            first = await client.open("guess")
+            await fleet.reload(changed(replicas=2))
+            assert capacities() == [256, 256]
+            second = await client.open("guess")
+            assert second.session_id.partition(".")[0] != first.session_id.partition(".")[0]
+            await fleet.reload(changed(replicas=2, max_sessions=7))
+            assert capacities() == [7, 7, 256, 256]  # the old ones stay until their sessions have ended
+            await fleet.reload(changed(replicas=1, max_sessions=7))
+            assert "the previous server of guess 0 finishes 1 sessions" in reports
+            for seq in (1, 2):
+                for session in (first, second):
+                    assert (await session.step(ToolCall.of("guess", n=0))).seq == seq
+            third = await client.open("guess")
+            for session in (first, second):
+                await session.close()
+            await asyncio.to_thread(until, lambda: capacities() == [7], "the old servers end")
+            assert (await third.step(ToolCall.of("guess", n=0))).seq == 1
+            await fleet.reload(changed(max_sessions=7).model_copy(update={"name": "other"}))
+            assert "changes of the fleet's name and of [controller] need a restart" in reports
+            await third.close()
+    finally:
+        await fleet.stop()
+
+
+async def test_file_that_is_invalid_at_a_reload_changes_nothing(fleet, tmp_path):
+    process, url, log = fleet
+    before = servers(process.pid)
+    (tmp_path / "fleet.toml").write_text(FILE.replace("replicas", "replica"))
+    process.send_signal(signal.SIGHUP)
+    await asyncio.to_thread(until, lambda: "did you mean 'replicas'?" in log.read_text(), "it is refused")
+    assert servers(process.pid) == before
+    async with EnvClient.connect(url, token="s3cret") as client:
         await (await client.open("guess")).close()
 
 

@@ -185,15 +185,24 @@ def test_link_token_is_rejected_where_the_operator_token_is_required():
         EnvServer([Quick], port=0, token=LINK)
 
 
-async def test_metrics_token_permits_to_read_metrics_and_nothing_else(fleet):
+async def test_metrics_token_permits_to_read_and_nothing_else(fleet):
     headers = {"authorization": f"Bearer {metrics_token(TOKEN)}"}
+    session = await fleet.operator.open("quick")
+    (server_id,) = fleet.front.fleet.servers
+    drain = ("POST", "/v1/fleet/drain", {"server_id": server_id})
     async with httpx.AsyncClient(base_url=fleet.front.url, headers=headers) as http:
         answer = await http.get("/metrics")
         assert answer.status_code == 200
         assert 'agentrl_server_sessions_open{place="' in answer.text
-        for method, path, body in (*CALLS[:3], *CALLS[4:6], ("POST", "/v1/sessions", {"task": "quick"})):
-            answer = await http.request(method, path, json=body)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden")
+        reads = ("/v1/tasks", "/v1/sessions", "/v1/fleet", "/metrics", OWN, f"{OWN}/transcript")
+        for method, path, body in (*CALLS, drain):
+            answer = await http.request(method, path.format(session.session_id), json=body)
+            if method == "GET" and path in reads:
+                assert answer.status_code == 200, path
+            else:
+                assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden"), path
+    assert (await session.step(ToolCall.of("gain"))).seq == 1  # and nothing was played, closed or drained
+    await (await fleet.operator.open("quick")).close()
     for path in ("/v1/ws", "/v1/link"):
         with pytest.raises(InvalidStatus) as refused:
             await connect(fleet.front.url.replace("http", "ws", 1) + path, additional_headers=headers)

@@ -8,10 +8,13 @@ from agentrl_env import Message, ToolCall
 from agentrl_env.errors import InvalidRequest
 from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.server.dashboard import FILES
+from agentrl_env.server.telemetry.history import History
+from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session import MAX_TURNS
-from agentrl_env.wire import FleetInfo, OpenRequest, SessionQuery, TranscriptRequest
+from agentrl_env.types import FleetInfo
+from agentrl_env.wire import OpenRequest, SessionQuery, TranscriptRequest
 from tests.env.tasks import Clock, Guess, Quick, close_session, expire_idle, play_step
 
 
@@ -83,6 +86,42 @@ async def test_list_is_filtered_by_task_and_status(pool, service):
     assert ids(await listed(service, task="guess")) == [guess]
     assert ids(await listed(service, status="completed")) == [talk]
     assert (await listed(service, status="expired")).total == 0
+
+
+async def test_search_finds_sessions_by_id_task_index_and_seed(pool, service):
+    guess = await opened(pool, "guess", seed=1)
+    talk = await opened(pool, split="test", index=3, seed=77)
+    assert ids(await listed(service, search=guess.rpartition(".")[2].upper())) == [guess]
+    assert ids(await listed(service, search="GUESS")) == [guess]
+    assert ids(await listed(service, search="test 3 seed 77")) == [talk]
+    assert ids(await listed(service, search="seed 77", task="guess")) == []
+
+
+async def test_row_of_a_failed_session_has_the_reason(pool, service):
+    failed, fine = await opened(pool), await opened(pool)
+    await play_step(pool, failed, 1, Message.assistant(None, ToolCall.of("crash")))
+    rows = {row.session_id: row for row in (await listed(service)).sessions}
+    assert rows[failed].status == "failed_environment"
+    assert rows[failed].error.startswith("ZeroDivisionError: author bug")
+    assert rows[fine].error == ""
+
+
+async def test_history_has_one_point_for_each_look_and_returns_those_after_a_time(pool):
+    observer = Metrics()
+    now = iter((10.0, 20.0, 30.0))
+    history = History(observer, pool.gauges, clock=lambda: next(now))
+    history.take()
+    await opened(pool)
+    observer.ended["talk", "completed"] += 2
+    observer.ended["talk", "failed_environment"] += 1
+    observer.ended["talk", "session_lost"] += 3
+    observer.scored["talk"], observer.succeeded["talk"], observer.steps["talk"] = 2, 1, 9
+    history.take()
+    history.take()
+    first, second, third = history.since(0.0)
+    assert (first.time, first.open, first.steps, first.capacity) == (10.0, 0, 0, 500)
+    assert (second.open, second.steps, second.scored, second.succeeded, second.failed) == (1, 9, 2, 1, 4)
+    assert history.since(20.0) == (third,)
 
 
 async def test_row_has_the_state_of_a_session(pool, service):
@@ -198,7 +237,27 @@ async def test_fleet_of_a_single_server_contains_the_server(server):
     (own,) = fleet.servers
     assert (fleet.kind, own.server_id, own.tasks) == ("server", server.pool.server_id, ("talk",))
     assert (own.open, own.capacity, own.draining) == (1, 1024, False)
+    assert fleet.history == ()
     assert own.version
+
+
+async def test_drained_server_finishes_its_sessions_and_opens_no_new_one(server):
+    session_id = await opened_at(server)
+    body = {"server_id": server.pool.server_id}
+    async with httpx.AsyncClient(base_url=server.url, headers=bearer("secret"), timeout=60) as http:
+        unknown = await http.post("/v1/fleet/drain", json={"server_id": "nobody"})
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "unknown_server")
+        drained = FleetInfo.model_validate_json((await http.post("/v1/fleet/drain", json=body)).content)
+        assert [row.stale for row in drained.servers] == [True]
+        assert (await http.get("/ready")).status_code == 503
+        refused = await http.post("/v1/sessions", json={"task": "talk"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_draining")
+        await play_step(server.pool, session_id, 1, Message.assistant("still here"))
+        again = await http.post("/v1/fleet/drain", json={**body, "draining": False})
+        assert again.status_code == (await http.get("/ready")).status_code == 200
+        looked = FleetInfo.model_validate_json((await http.get("/v1/fleet?since=0")).content)
+    assert looked.history  # of the start at least
+    await opened_at(server)
 
 
 async def test_websocket_accepts_the_same_calls(server):
