@@ -39,7 +39,7 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 		$(if $(SEED),--set run.seed=$(SEED)) $(ARGS)
 
 test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=3 processes
-	-@.ci/system-packages chromium redis-server bubblewrap
+	-@.ci/system-packages chromium redis-server bubblewrap prometheus
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds, and further cases of quick ones

@@ -1,0 +1,1 @@
+"""The operations pack: dashboards, alerts, a Helm chart and a systemd unit."""
