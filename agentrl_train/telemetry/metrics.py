@@ -5,7 +5,8 @@ Files written to the run folder::
     metrics.jsonl        one line per step: {"step", "policy_version", "elapsed_s", <name>: float...,
                          "tasks": {task: {<name>: float}}}
     evaluations.jsonl    one line per task and evaluation: {"name": "before", "task", "success", ...}
-    trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable
+    trajectories/        step_000012.jsonl, held_out_before.jsonl, ...: a few episodes, readable, and
+                         their tokens in step_000012.tokens.jsonl.gz, ... (``tokens``)
     summary.json         before and after per task, written at the end
 
 The same numbers go to every ``Sink``: TensorBoard, Prometheus, W&B, the counters of the trace.
@@ -24,7 +25,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import count, zip_longest
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -33,10 +35,18 @@ from typing import Any, Protocol
 from agentrl_env.evaluation.statistics import effective_trials, wilson_interval
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.telemetry.progress import Progress, Tally
-from agentrl_train.types import Trajectory, TrajectoryGroup, Turn
+from agentrl_train.telemetry.tokens import (
+    SUFFIX,
+    TurnAdvantages,
+    token_record,
+    trained_advantages,
+    write_tokens,
+)
+from agentrl_train.types import TokenSequence, Trajectory, TrajectoryGroup, Turn
 
 SHARES = ("before", "after", "before_greedy", "after_greedy")
 """Success rates of a task in the summary."""
+_NONE: Mapping[int, TurnAdvantages] = MappingProxyType({})
 SHOWN_PER_TASK = 8
 """Episodes per task and evaluation that are written out, the same samples each time."""
 
@@ -92,8 +102,14 @@ class MetricsLog:
         metrics: Mapping[str, float],
         tasks: Mapping[str, Mapping[str, float]],
         groups: Sequence[TrajectoryGroup] = (),
+        rows: Sequence[TokenSequence] = (),
     ) -> None:
-        """Record one trained step, and a few episodes of ``groups``; raises ``RunFolderError``."""
+        """Record one trained step, and a few episodes of ``groups``.
+
+        ``rows`` have the advantages that the step was trained with; they are recorded with those episodes.
+
+        Raises ``RunFolderError``.
+        """
         record = {
             "step": step,
             "policy_version": policy_version,
@@ -105,7 +121,7 @@ class MetricsLog:
         _append(self._folder / "metrics.jsonl", [record])
         chosen = _one_of_each(groups, self._num_trajectories)
         if chosen:
-            self._write_trajectories(f"step_{step:06d}", chosen)
+            self._write_trajectories(f"step_{step:06d}", chosen, trained_advantages(groups, rows))
         self._write_scalars(dict(_flat(metrics, tasks)), step=step)
         if self._progress is not None:
             self._progress.step(step, elapsed_s=elapsed_s, metrics=metrics, tasks=tasks)
@@ -139,7 +155,7 @@ class MetricsLog:
         _append(self._folder / "evaluations.jsonl", lines)
         self._write_trajectories(
             f"held_out_{name.replace(' ', '_')}",
-            [(None, one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
+            [_Shown(trajectory=one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
         shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
         shares |= {f"held_out_greedy_success/{line['task']}": line["greedy"] for line in lines}
@@ -196,13 +212,26 @@ class MetricsLog:
             sink.write(scalars, step=step)
 
     def _write_trajectories(
-        self, name: str, episodes: Sequence[tuple[TrajectoryGroup | None, Trajectory]]
+        self, name: str, episodes: Sequence[_Shown], advantages: Mapping[int, TurnAdvantages] = _NONE
     ) -> None:
-        lines = [readable(trajectory, group) for group, trajectory in episodes]
+        """Write episodes and their tokens; ``advantages`` are by number of the trajectory in the step."""
+        lines = [readable(one.trajectory, one.group) for one in episodes]
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        tokens = [token_record(one.trajectory, advantages.get(one.number)) for one in episodes]
+        folder = self._folder / "trajectories"
         with run_folder_errors(self._folder):
-            path = self._folder / "trajectories" / f"{name}.jsonl"
-            path.write_text(content, encoding="utf-8", errors="replace")
+            write_tokens(folder / f"{name}{SUFFIX}", tokens)
+            (folder / f"{name}.jsonl").write_text(content, encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """An episode that is written out."""
+
+    trajectory: Trajectory
+    group: TrajectoryGroup | None = None
+    number: int = -1
+    """Number of the trajectory in its step; -1 outside of training."""
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
@@ -219,6 +248,7 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
         "index": sample.index,
         "seed": sample.seed,
         "group_id": None if group is None else group.group_id,
+        "sibling": None if group is None else _position(trajectory, group),
         "admitted_version": None if group is None else group.admitted_version,
         "end": trajectory.end.value,
         "reward": trajectory.reward,
@@ -230,6 +260,11 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
         "messages": messages,
         **({"segments": segments} if len(segments := _segments(trajectory)) > 1 else {}),
     }
+
+
+def _position(trajectory: Trajectory, group: TrajectoryGroup) -> int | None:
+    """Return the number of a trajectory among its siblings, None for the greedy one."""
+    return next((i for i, one in enumerate(group.trajectories) if one is trajectory), None)
 
 
 def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -245,7 +280,7 @@ def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
     for index, turn in enumerate(trajectory.turns):
         if turn.segment != number:
             continue
-        messages.append(turn.message.wire() | {"turn": _turn(turn)} | label)
+        messages.append(turn.message.wire() | {"turn": {"number": index, **_turn(turn)}} | label)
         reply = [message.wire() | label for message in turn.reply]
         opened = [(n, one) for n, one in enumerate(trajectory.segments) if one.after_turn == index]
         for child, one in opened:
@@ -339,15 +374,14 @@ def _success(episodes: Sequence[Trajectory]) -> float | None:
     return fmean(one.success for one in episodes) if episodes else None
 
 
-def _one_of_each(
-    groups: Sequence[TrajectoryGroup], most: int
-) -> list[tuple[TrajectoryGroup | None, Trajectory]]:
+def _one_of_each(groups: Sequence[TrajectoryGroup], most: int) -> list[_Shown]:
     """Return up to ``most`` episodes, tasks round-robin: the best and the worst sibling of each group."""
-    by_task: dict[str, list[tuple[TrajectoryGroup | None, Trajectory]]] = {}
+    by_task: dict[str, list[_Shown]] = {}
+    numbers = count()
     for group in groups:
-        ranked = sorted(group.trajectories, key=lambda one: -one.reward)
-        ends = ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]]
-        by_task.setdefault(group.task, []).extend((group, one) for one in ends)
+        shown = [_Shown(trajectory=one, group=group, number=next(numbers)) for one in group.trajectories]
+        ranked = sorted(shown, key=lambda one: -one.trajectory.reward)
+        by_task.setdefault(group.task, []).extend(ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]])
     rounds = zip_longest(*by_task.values())
     return [one for turn in rounds for one in turn if one is not None][:most]
 

@@ -321,6 +321,7 @@ class Run:
             metrics={**metrics, **more},
             tasks=tasks,
             groups=step.groups,
+            rows=self._trainer.rows,
         )
         mixer = self._loop.window.mixer
         for group in step.groups:
@@ -589,12 +590,6 @@ def make_log(
         run.path,
         first_step=step,
         trajectories=metrics.trajectories,
-        sinks=open_sinks(
-            metrics,
-            run,
-            trace,
-            settings=settings,
-            notify=progress.note,
-        ),
+        sinks=open_sinks(metrics, run, trace, settings=settings, notify=progress.note),
         progress=progress,
     )

@@ -67,6 +67,8 @@ class StepTrainer:
         self.algorithm = algorithm or AlgorithmSection()
         self.replay = Replay()
         """Episodes that may be replayed; a checkpoint must keep them."""
+        self.rows: Sequence[TokenSequence] = ()
+        """Rows of the last step, with the advantages that it was trained with; replayed ones are omitted."""
         self._publisher = publisher
         self._critic = critic
         self._advantages = None if critic else advantage_function(self.algorithm, max_context=max_context)
@@ -93,9 +95,8 @@ class StepTrainer:
             with span("advantages"), self._memory(number):
                 rows, replayed, weight = self._rows(step.groups, step=number)
             rows, taught = self._taught(rows, step=number)
-            found, metrics = self._learn_from(
-                self._bounded(rows, number, 0), step, replayed=replayed, weight=weight
-            )
+            self.rows = self._bounded(rows, number, 0)
+            found, metrics = self._learn_from(self.rows, step, replayed=replayed, weight=weight)
         metrics |= taught
         if self.algorithm.replay.weight:
             metrics |= {

@@ -136,6 +136,7 @@ def test_readable_episode_has_policy_and_reward_of_each_turn():
     assert user["content"] == "buy a lamp"
     assert assistant["tool_calls"][0]["function"] == {"name": "buy", "arguments": '{"item": 2}'}
     assert assistant["turn"] == {
+        "number": 0,
         "tokens": 3,
         "versions": [3, 4],
         "policy": "stale",
