@@ -1,6 +1,6 @@
 """The commands of ``agentrl-train``.
 
-quickstart, init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, show, settings.
+quickstart, init, plan, run, sweep, sft, eval, gateway, merge, fetch, report, watch, show, settings.
 
 The configuration is validated before PyTorch is imported, so ``--help`` and errors are fast.
 """
@@ -289,6 +289,27 @@ def report_command(
     from agentrl_train.report.page import write_report
 
     typer.echo(str(write_report(folder)))
+
+
+@app.command("watch")
+def watch_command(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_FOLDER...", help="A folder in runs/, or two to compare."),
+    ],
+    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to bind; 0 picks a free one.")] = 8300,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", metavar="FILE", help="Require the token in this file, or AGENTRL_TOKEN."
+        ),
+    ] = None,
+) -> None:
+    """Serve a live page about a run: its curves, and its episodes with their tokens."""
+    from agentrl_train.cli.watching import watch
+
+    watch(folders, host=host, port=port, token_file=token_file)
 
 
 @app.command("show")

@@ -72,7 +72,7 @@ LAYERS = {
         {"placement"},
         {"report"},
         {"training"},
-        {"sweep", "planning"},
+        {"sweep", "planning", "watch"},
         {"cli"},
         {"__main__"},
     ),
@@ -272,8 +272,14 @@ def test_trainer_uses_environments_through_the_client() -> None:
     allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
     allowed += ("agentrl_env.evaluation.record",)
     allowed += ("agentrl_env.server.embedded",)
+    # The live page is served like everything else: with the same token, limits and signals.
+    page = ("agentrl_env.server.", "agentrl_env.hosting.serve")
     found = {
-        relative(path): [i for i in reaches(path, "agentrl_env") if not i.startswith(allowed)]
+        relative(path): [
+            i
+            for i in reaches(path, "agentrl_env")
+            if not i.startswith(allowed + page * ("/watch" in relative(path)))
+        ]
         for path in package("agentrl_train")
     }
     assert {path: modules for path, modules in found.items() if modules} == {}

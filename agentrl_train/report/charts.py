@@ -34,6 +34,7 @@ class Series:
     """Single measurements, drawn as rings."""
     band: Sequence[tuple[float, float, float]] = ()
     """Intervals (x, low, high) around the line, drawn as an area."""
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +256,8 @@ def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str
         f"{escape(f'{one.name}, {x_name} {x:g}: {label(y)}')}</title></circle>"
         for x, y in shown
     ]
-    return f'<g class="c{one.colour % NUM_COLOURS}">{"".join(parts)}</g>'
+    kind = " dashed" if one.dashed else ""
+    return f'<g class="c{one.colour % NUM_COLOURS}{kind}">{"".join(parts)}</g>'
 
 
 def _band(one: Series, frame: _Frame) -> str:

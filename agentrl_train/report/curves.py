@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
-from agentrl_train.report.charts import Point, Series, line_chart, number_label, percent_label
+from agentrl_train.report.charts import (
+    NUM_COLOURS,
+    Point,
+    Series,
+    line_chart,
+    number_label,
+    percent_label,
+    thin,
+)
 
 SMOOTHING = 0.8
 """Share of the old value in the moving average; raw values are drawn faintly."""
@@ -114,14 +122,30 @@ CURVES = (
 )
 
 
-def curves(steps: Sequence[Step], *, tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]) -> str:
+AGE = "tokens_of_age_"
+AGES_SHOWN = 7
+"""Ages with a colour of their own; older tokens are drawn together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The curves of one run. Of two runs in one chart, the second is dashed."""
+
+    name: str
+    steps: Sequence[Step]
+    """The lines of ``metrics.jsonl``."""
+    held_out: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    """Task -> (policy version, success), drawn as rings in the first chart."""
+
+
+def curves(sources: Sequence[Source], *, tasks: Sequence[str]) -> str:
     """Return all charts that have data, one for each score of ``[reward]`` and metric of a task among them.
 
     Args:
-        steps: the lines of ``metrics.jsonl``.
+        sources: one run, or two to compare.
         tasks: all tasks; the position of a task determines its colour.
-        held_out: task -> (policy version, success), drawn as rings in the first chart.
     """
+    steps = [step for source in sources for step in source.steps]
     named = [
         Curve(
             title=name.removeprefix(f"{kind}."),
@@ -133,7 +157,11 @@ def curves(steps: Sequence[Step], *, tasks: Sequence[str], held_out: Mapping[str
         for kind in ("score", "metric")
         for name in _names(steps, f"{kind}.")
     ]
-    return "".join(_figure(curve, steps, tasks, held_out) for curve in (*CURVES, *named))
+    ages = "".join(_ages(source, named=len(sources) > 1) for source in sources)
+    return "".join(
+        _figure(curve, sources, tasks) + ages * ("staleness_mean" in curve.names)
+        for curve in (*CURVES, *named)
+    )
 
 
 def _names(steps: Sequence[Step], prefix: str) -> list[str]:
@@ -143,40 +171,76 @@ def _names(steps: Sequence[Step], prefix: str) -> list[str]:
     return sorted(name for name in names if name.startswith(prefix))
 
 
-def _figure(
-    curve: Curve, steps: Sequence[Step], tasks: Sequence[str], held_out: Mapping[str, Sequence[Point]]
-) -> str:
-    rings = held_out if "success" in curve.names else {}
-    series = _task_series(curve, steps, tasks, rings) if curve.of_tasks else _plain_series(curve, steps)
+def _figure(curve: Curve, sources: Sequence[Source], tasks: Sequence[str]) -> str:
+    series = [
+        replace(one, name=f"{source.name}, {one.name}" if number else one.name, dashed=number > 0)
+        for number, source in enumerate(sources)
+        for one in (_task_series(curve, source, tasks) if curve.of_tasks else _plain_series(curve, source))
+    ]
     chart = line_chart(series, label=curve.label, bottom=curve.bottom, top=curve.top)
     if not chart or not any(one.points for one in series):
         return ""
-    keys = [f'<span class="key c{one.colour}"><i></i>{escape(one.name)}</span>' for one in series]
+    legend = tasks if curve.of_tasks else list(curve.names.values())
+    colours = sorted({one.colour for one in series})
+    keys = [f'<span class="key c{i % NUM_COLOURS}"><i></i>{escape(legend[i])}</span>' for i in colours]
     if any(one.marks for one in series):
         keys.append('<span class="key"><i class="ring"></i>held-out</span>')
-    legend = f'<div class="legend">{"".join(keys)}</div>' if len(keys) > 1 else ""
+    return figure(curve.title, curve.unit, chart, keys=keys if len(keys) > 1 else ())
+
+
+def figure(title: str, unit: str, chart: str, *, keys: Sequence[str] = ()) -> str:
+    """Return a chart as a card with its title, its unit and the keys of its legend."""
+    legend = f'<div class="legend">{"".join(keys)}</div>' if keys else ""
     return (
-        f'<figure class="card"><figcaption><b>{escape(curve.title)}</b>'
-        f'<span class="unit">{escape(curve.unit)}</span></figcaption>{legend}{chart}</figure>'
+        f'<figure class="card"><figcaption><b>{escape(title)}</b>'
+        f'<span class="unit">{escape(unit)}</span></figcaption>{legend}{chart}</figure>'
     )
 
 
-def _plain_series(curve: Curve, steps: Sequence[Step]) -> list[Series]:
+def _ages(source: Source, *, named: bool) -> str:
+    """Return the shares of the trained tokens by age over the steps, one band for each age."""
+    counts: list[tuple[float, dict[int, float]]] = []
+    for step in source.steps:
+        ages: dict[int, float] = {}
+        for name, given in step.items():
+            digits = name.removeprefix(AGE)
+            if name.startswith(AGE) and digits.isdecimal() and (value := number(given)) is not None:
+                age = min(int(digits), AGES_SHOWN)
+                ages[age] = ages.get(age, 0.0) + value
+        if total := sum(ages.values()):
+            counts.append((float(step["step"]), {age: value / total for age, value in ages.items()}))
+    shown = sorted({age for _, shares in counts for age, share in shares.items() if share})
+    if len(counts) < 2 or len(shown) < 2:
+        return ""
+    lines = [thin([(x, shares.get(age, 0.0)) for x, shares in counts]) for age in shown]
+    below = [0.0] * len(lines[0])
+    series, keys = [], []
+    for age, line in zip(shown, lines, strict=True):
+        above = [low + share for low, (_, share) in zip(below, line, strict=True)]
+        band = [(x, low, high) for (x, _), low, high in zip(line, below, above, strict=True)]
+        words = f"{age} or more" if age == AGES_SHOWN else f"{age}"
+        series.append(Series(name=words, points=(), colour=age, band=band))
+        keys.append(f'<span class="key c{age}"><i></i>{words}</span>')
+        below = above
+    unit = "share of the trained tokens, in policy versions" + f", {source.name}" * named
+    return figure("Age of tokens", unit, line_chart(series, label=percent_label, top=1.0), keys=keys)
+
+
+def _plain_series(curve: Curve, source: Source) -> list[Series]:
     found = [
-        Series(name=legend, points=_points(steps, name), colour=colour, smooth=curve.smooth)
+        Series(name=legend, points=_points(source.steps, name), colour=colour, smooth=curve.smooth)
         for colour, (name, legend) in enumerate(curve.names.items())
     ]
     return [one for one in found if one.points]
 
 
-def _task_series(
-    curve: Curve, steps: Sequence[Step], tasks: Sequence[str], rings: Mapping[str, Sequence[Point]]
-) -> list[Series]:
+def _task_series(curve: Curve, source: Source, tasks: Sequence[str]) -> list[Series]:
     (name,) = curve.names
+    rings = source.held_out if "success" in curve.names else {}
     found = [
         Series(
             name=task,
-            points=_points(steps, name, task),
+            points=_points(source.steps, name, task),
             colour=colour,
             smooth=curve.smooth,
             marks=rings.get(task, ()),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 from agentrl_train.report.curves import number
+
+_NONE: Mapping[int, str] = MappingProxyType({})
 
 LONGEST_TEXT = 4000
 """Maximum number of characters shown per message."""
@@ -24,10 +27,13 @@ ENDS = {
 REASONS = {"sub_agent": "sub-agent", "rewritten": "history rewritten"}
 
 
-def episode_html(episode: Mapping[str, Any], *, title: str = "") -> str:
-    """Return one line of ``trajectories/*.jsonl`` as a card."""
+def episode_html(episode: Mapping[str, Any], *, title: str = "", tokens: Mapping[int, str] = _NONE) -> str:
+    """Return one line of ``trajectories/*.jsonl`` as a card.
+
+    ``tokens`` are shown below the messages of turns, by number of the turn.
+    """
     messages = [one for one in episode.get("messages") or () if isinstance(one, Mapping)]
-    bubbles = "".join(_conversation(messages, _segments(episode)))
+    bubbles = "".join(_conversation(messages, _segments(episode), tokens))
     error = episode.get("error")
     problem = f'<p class="small down">{_text(str(error))}</p>' if error else ""
     return (
@@ -41,7 +47,7 @@ def _segments(episode: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _conversation(
-    messages: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]
+    messages: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], tokens: Mapping[int, str]
 ) -> Iterator[str]:
     """Yield the bubbles, and boxes around those of a segment and of the segments within it."""
     open_boxes: list[int] = []
@@ -54,7 +60,7 @@ def _conversation(
             words = f"{one.get('agent')} · {REASONS.get(str(one.get('reason')), one.get('reason'))}"
             yield f'<div class="segment"><div class="role">{escape(words)}</div>'
         open_boxes = path
-        yield _bubble(message)
+        yield _bubble(message, tokens)
     yield "</div>" * len(open_boxes)
 
 
@@ -72,10 +78,10 @@ def _head(episode: Mapping[str, Any], title: str) -> str:
     end = str(episode.get("end", ""))
     words, kind = ENDS.get(end, (end or "end unknown", ""))
     failed = kind == "bad"
-    badges = [] if failed else [_badge("success" if success else "no success", "good" if success else "bad")]
-    badges.append(_badge(words, kind))
+    badges = [] if failed else [badge("success" if success else "no success", "good" if success else "bad")]
+    badges.append(badge(words, kind))
     if not failed and (reward := number(episode.get("reward"))) is not None:
-        badges.append(_badge(f"reward {reward:g}"))
+        badges.append(badge(f"reward {reward:g}"))
     return f"<b>{escape(title or str(episode.get('task', 'episode')))}</b>{''.join(badges)}"
 
 
@@ -99,7 +105,7 @@ def _facts(episode: Mapping[str, Any]) -> str:
     return " · ".join(facts)
 
 
-def _bubble(message: Mapping[str, Any]) -> str:
+def _bubble(message: Mapping[str, Any], tokens: Mapping[int, str]) -> str:
     role = str(message.get("role", "message"))
     text = _text(_plain(message.get("content")))
     body = f'<div class="text">{text}</div>' if text else ""
@@ -110,7 +116,8 @@ def _bubble(message: Mapping[str, Any]) -> str:
     if thought := _text(_plain((_turn(message) or {}).get("thought"))):
         body = f'<details><summary>thought</summary><div class="text">{thought}</div></details>{body}'
     kind = role if role in ("assistant", "tool") else "user"
-    return f'<div class="bubble {kind}"><div class="role">{labels}</div>{body}{calls}</div>'
+    sampled = tokens.get(_turn(message).get("number", -1), "")
+    return f'<div class="bubble {kind}"><div class="role">{labels}</div>{body}{calls}{sampled}</div>'
 
 
 def _labels(message: Mapping[str, Any]) -> Iterable[str]:
@@ -168,7 +175,8 @@ def _turn(message: Any) -> Mapping[str, Any]:
     return turn if isinstance(turn, Mapping) else {}
 
 
-def _badge(text: str, kind: str = "") -> str:
+def badge(text: str, kind: str = "") -> str:
+    """Return a short text in a frame; ``kind`` is "good", "bad", "warn" or empty."""
     return f'<span class="badge {kind}">{escape(text)}</span>'
 
 

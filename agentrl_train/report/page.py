@@ -13,7 +13,7 @@ from typing import Any
 from agentrl_env.evaluation.statistics import mean_change
 from agentrl_train.errors import RunFolderError
 from agentrl_train.report.charts import Interval, interval_axis, interval_chart, number_label
-from agentrl_train.report.curves import curves, number, task_values
+from agentrl_train.report.curves import Source, curves, number, task_values
 from agentrl_train.report.efficiency import efficiency
 from agentrl_train.report.episodes import episode_html
 from agentrl_train.report.html import document, duration, fold, percent, section_head, tile
@@ -68,6 +68,15 @@ def write_report(folder: Path) -> Path:
 
     Raises ``RunFolderError`` if the folder does not exist, has no file of a run, or cannot be written.
     """
+    check_run_folder(folder)
+    path = folder / "report.html"
+    with run_folder_errors(folder):
+        write_file(path, render(read_run(folder)).encode("utf-8", errors="replace"))
+    return path
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise ``RunFolderError`` if a path is not a folder, or has no file of a run."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; give the path of a run folder, such as runs/NAME.")
     if not any((folder / name).exists() for name in RUN_FILES):
@@ -75,10 +84,6 @@ def write_report(folder: Path) -> Path:
         raise RunFolderError(
             f"{folder} has none of {names}; give the path of a run folder, such as runs/NAME."
         )
-    path = folder / "report.html"
-    with run_folder_errors(folder):
-        write_file(path, render(read_run(folder)).encode("utf-8", errors="replace"))
-    return path
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -104,7 +109,8 @@ def read_run(folder: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """Return the page."""
-    sections = (_header, _results, _metrics, _curves, _efficiency, _comparisons, _training_episodes, _config)
+    sections = (_header, results, task_metrics, _curves, _efficiency)
+    sections += (_comparisons, _training_episodes, _config)
     body = "\n".join(part for part in (section(run) for section in sections) if part)
     return document(run.name, body)
 
@@ -122,11 +128,14 @@ def _header(run: RunRecord) -> str:
     return (
         f'<header><div class="line"><h1>{escape(run.name)}</h1>{badge}</div>'
         f'<div class="dim">{escape(" · ".join(facts))}</div></header>'
-        f'<div class="tiles">{"".join(_tiles(run, summary, last))}</div>'
+        f'<div class="tiles">{"".join(tiles(run))}</div>'
     )
 
 
-def _tiles(run: RunRecord, summary: Record, last: Record) -> Iterable[str]:
+def tiles(run: RunRecord) -> Iterable[str]:
+    """Yield a card for each of the main numbers of a run."""
+    last = run.steps[-1] if run.steps else {}
+    summary = run.summary or {}
     before, after = _mean_success(run, "before"), _mean_success(run, "after")
     if after is not None:
         gain = "" if before is None else f"from {percent(before)} before"
@@ -149,7 +158,8 @@ def _tiles(run: RunRecord, summary: Record, last: Record) -> Iterable[str]:
         yield tile("Trainer idle", percent(fmean(idle)), note)
 
 
-def _results(run: RunRecord) -> str:
+def results(run: RunRecord) -> str:
+    """Return the table of held-out success; empty without an evaluation."""
     tasks = [task for task in run.tasks if run.evaluation("before", task) or run.evaluation("after", task)]
     if not tasks:
         return ""
@@ -192,8 +202,8 @@ def _result_row(task: str, before: Record | None, after: Record | None, trained:
     )
 
 
-def _metrics(run: RunRecord) -> str:
-    """Show the metrics of the tasks before and after training."""
+def task_metrics(run: RunRecord) -> str:
+    """Return the table of the tasks' metrics before and after training; empty without any."""
     rows = ""
     for task in run.tasks:
         before, after = (_metric_means(run.evaluation(name, task)) for name in ("before", "after"))
@@ -248,7 +258,7 @@ def _change(before: Sequence[Interval | None], after: Sequence[Interval | None])
 
 
 def _curves(run: RunRecord) -> str:
-    charts = curves(run.steps, tasks=run.tasks, held_out=_held_out_marks(run))
+    charts = curves([source(run)], tasks=run.tasks)
     if not charts:
         return ""
     head = section_head("curves", "Curves", "Moving averages over training steps; single steps are faint.")
@@ -261,6 +271,11 @@ def _efficiency(run: RunRecord) -> str:
         return ""
     note = "Over the whole run. Open trace.json at ui.perfetto.dev for a timeline."
     return f'{section_head("efficiency", "Time and tokens", note)}<div class="charts">{cards}</div>'
+
+
+def source(run: RunRecord) -> Source:
+    """Return what the curves of a run are drawn from."""
+    return Source(name=run.name, steps=run.steps, held_out=_held_out_marks(run))
 
 
 def _held_out_marks(run: RunRecord) -> dict[str, list[tuple[float, float]]]:

@@ -1,6 +1,6 @@
 """Tokens of recorded episodes: ids, log-probabilities, policy versions and advantages.
 
-``trajectories/step_000012.tokens.jsonl.gz`` lies beside ``step_000012.jsonl`` and has one line per line of it::
+``trajectories/step_000012.tokens.jsonl.gz`` has one line per line of ``step_000012.jsonl``::
 
     {"turns": [{"token_ids": [...], "logprobs": [...], "versions": [...], "advantages": [...]}, ...]}
 

@@ -248,6 +248,7 @@ def test_finished_run_shows_results_curves_and_examples(tmp_path: Path):
         "Staleness",
         "Entropy",
         "Gradient norm",
+        "Age of tokens",
         "The same problem, before and after",
         "Training episodes",
         "config.toml",
@@ -258,7 +259,7 @@ def test_finished_run_shows_results_curves_and_examples(tmp_path: Path):
         "greedy 100.0%",
     ):
         assert words in text, words
-    assert page.count('<svg class="chart"') == 16
+    assert page.count('<svg class="chart"') == 17
     assert page.count('<svg class="interval"') == 1 + len(TASKS)
 
 
