@@ -1,6 +1,7 @@
 """Make the pictures of README from real output (``python -m docs.pictures runs/NAME``).
 
-The terminal shows a command and what it printed, and the page is the report of a run, drawn by Chromium.
+The terminal shows a command and what it printed. The pages are the report of a run, and an episode on its
+live page, drawn by Chromium.
 """
 
 import os
@@ -44,9 +45,30 @@ def page(path: Path, picture: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def live_page(run: Path, picture: Path) -> None:
+    """Write an episode on the live page of a run as a PNG image."""
+    from playwright.sync_api import sync_playwright
+
+    command = [sys.executable, "-m", "agentrl_train", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as driver:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": PAGE[0], "height": PAGE[1]})
+        view.goto(f"{address}/?kind=trained&order=highest")
+        view.locator(".episode-row summary").first.click(timeout=60_000)
+        view.locator("[data-t]").nth(4).wait_for()
+        view.evaluate("document.getElementById('episodes').scrollIntoView()")
+        view.locator("[data-t]").nth(4).hover()
+        view.screenshot(path=picture)
+        browser.close()
+        server.terminate()
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     commands = Path(sys.executable).parent
     os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
     (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
     page(Path(sys.argv[1]) / "report.html", IMAGES / "report.png")
+    live_page(Path(sys.argv[1]), IMAGES / "watch.png")
