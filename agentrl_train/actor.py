@@ -42,6 +42,7 @@ from agentrl_train.types import (
     Engine,
     Episode,
     EpisodeEnd,
+    Sampler,
     Sampling,
     Segment,
     Trace,
@@ -73,24 +74,6 @@ MAX_VALUE = 1e12
 """Largest magnitude of a reward or metric: its square still fits the float32 of the learner."""
 NO_TOKENS = "the engine returned a completion without a token; a stop token is one"
 _numbers = itertools.count()
-
-
-class Sampler(Protocol):
-    """Seam: samples the turns of one attempt at an episode."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Limits and sampling parameters of a turn."""
-        ...
-
-    async def complete(
-        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
-    ) -> Completion:
-        """Sample a turn after ``context``; the contexts of one segment extend one another.
-
-        Raises ``EngineError`` on failure.
-        """
-        ...
 
 
 class Program(Protocol):
@@ -513,12 +496,17 @@ class _Attempt:
             ) from error
 
     async def complete(
-        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+        self,
+        context: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        segment: int = 0,
+        grammar: str = "",
     ) -> Completion:
         """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
         policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
         seed = int(self._draws.integers(2**63))
-        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
+        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)
         self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             completion = await self._engine.generate(

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from agentrl_train.types import (
     Batch,
@@ -29,6 +29,7 @@ from agentrl_train.types import (
     TokenSequence,
     Trajectory,
     TrajectoryGroup,
+    Turn,
 )
 
 SHORTEST_BEGINNING = 16
@@ -90,6 +91,7 @@ def sequence(
             f"a trajectory of group {group.group_id} starts with a sampled token; give it a prompt."
         )
     loss_mask = np.asarray(mask, np.float32)
+    allowed, allowed_sets = _allowed([trajectory.turns[number] for number in chosen])
     by_turn = np.broadcast_to(np.asarray(advantage, np.float32), len(trajectory.turns))[chosen]
     return TokenSequence(
         token_ids=np.asarray(ids, np.int64),
@@ -100,7 +102,52 @@ def sequence(
         task=group.task,
         group_id=group.group_id,
         rollout=rollout,
+        allowed=allowed,
+        allowed_sets=allowed_sets,
     )
+
+
+def _allowed(turns: Sequence[Turn]) -> tuple[IntArray | None, NDArray[np.uint8] | None]:
+    """Return the set that each token of a row was drawn from and the sets, or None if none is constrained."""
+    held = [turn.completion.allowed for turn in turns]
+    sets = list(dict.fromkeys(one for allowed in held if allowed for one in allowed.sets))
+    if not sets:
+        return None, None
+    numbers = {one: number for number, one in enumerate(sets, start=1)}
+    places: list[int] = []
+    for turn, allowed in zip(turns, held, strict=True):
+        own = [0, *(numbers[one] for one in allowed.sets)] if allowed else [0]
+        inside = allowed.places if allowed else [0] * len(turn.completion.token_ids)
+        places += [0] * len(turn.prompt_ids)
+        places += [own[place] for place in inside]
+    packed = np.frombuffer(b"".join(sets), np.uint8).reshape(len(sets), -1)
+    return np.asarray(places, np.int64), np.concatenate([_everything(packed.shape[1]), packed])
+
+
+def _everything(size: int) -> NDArray[np.uint8]:
+    """Return the set of all tokens, in ``size`` bytes."""
+    return np.full((1, size), 255, np.uint8)
+
+
+def joined_sets(sequences: Sequence[TokenSequence]) -> tuple[list[IntArray], NDArray[np.uint8]]:
+    """Return the sets of several rows, each once, and which of them each token of each row was drawn from."""
+    held = [one.allowed_sets for one in sequences if one.allowed_sets is not None]
+    if not held:
+        return [np.zeros(len(one), np.int64) for one in sequences], _everything(0)
+    rows = np.concatenate([_everything(held[0].shape[1]), *(one[1:] for one in held)])
+    sets, numbers = np.unique(rows, axis=0, return_inverse=True)
+    # The set of all tokens sorts last.
+    sets, numbers = sets[::-1], len(sets) - 1 - numbers.reshape(-1)
+    found: list[IntArray] = []
+    place = 1
+    for one in sequences:
+        if one.allowed is None or one.allowed_sets is None:
+            found.append(np.zeros(len(one), np.int64))
+            continue
+        count = len(one.allowed_sets) - 1
+        found.append(np.append(0, numbers[place : place + count])[one.allowed])
+        place += count
+    return found, np.ascontiguousarray(sets)
 
 
 def completions(trajectory: Trajectory, group: TrajectoryGroup) -> list[list[TokenSequence]]:
@@ -352,8 +399,11 @@ def _micro_batch(
     version: int | None,
 ) -> MicroBatch:
     shape = (len(rows), max(sum(len(sequences[i]) for i in row) for row in rows))
-    tokens, positions, segments, ages = (np.zeros(shape, np.int64) for _ in range(4))
+    tokens, positions, segments, ages, allowed = (np.zeros(shape, np.int64) for _ in range(5))
     mask, logprobs, advantages, weight = (np.zeros(shape, np.float32) for _ in range(4))
+    order = [i for row in rows for i in row]
+    joined, allowed_sets = joined_sets([sequences[i] for i in order])
+    places = dict(zip(order, joined, strict=True))
     for r, row in enumerate(rows):
         start = 0
         for number, i in enumerate(row, start=1):
@@ -361,7 +411,7 @@ def _micro_batch(
             at = np.s_[r, start : start + len(one)]
             tokens[at], positions[at], segments[at] = one.token_ids, np.arange(len(one)), number
             mask[at], logprobs[at] = one.loss_mask, one.logprobs
-            advantages[at], weight[at] = one.advantages, weights[i]
+            advantages[at], weight[at], allowed[at] = one.advantages, weights[i], places[i]
             if version is not None:
                 ages[at] = np.where(one.loss_mask > 0, version - one.versions, 0)
             start += len(one)
@@ -374,6 +424,8 @@ def _micro_batch(
         advantages=torch.from_numpy(advantages),
         ages=torch.from_numpy(ages),
         weights=torch.from_numpy(weight),
+        allowed=torch.from_numpy(allowed),
+        allowed_sets=torch.from_numpy(allowed_sets),
     )
 
 

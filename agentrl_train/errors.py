@@ -52,6 +52,10 @@ class EngineError(TrainError):
     """The engine cannot produce a completion."""
 
 
+class ConstraintError(EngineError):
+    """The engine cannot keep a completion to its grammar. A retry fails in the same way."""
+
+
 class EngineOutOfMemory(EngineError):
     """Not even one sequence fits into the engine's memory."""
 

@@ -18,7 +18,9 @@ another ``Segment`` of the same trajectory and another row, with the same return
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -62,6 +64,8 @@ class SamplingParams:
     """Sample from the tokens that are at least this share as probable as the most probable one."""
     seed: int = 0
     """Seed of this request's random stream; its tokens do not depend on the rest of the batch."""
+    grammar: str = ""
+    """Grammar of the text that may be sampled, in the syntax of llguidance; "" is any text."""
 
     def check_room(self, token_ids: Sequence[int], *, max_context: int) -> None:
         """Check that a context is not empty and leaves room for ``max_new_tokens``.
@@ -93,7 +97,9 @@ class Sampling:
         """Return the same limits with another temperature and without truncation."""
         return replace(self, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
 
-    def request(self, context: Sequence[int], *, seed: int, limit: int | None = None) -> SamplingParams:
+    def request(
+        self, context: Sequence[int], *, seed: int, limit: int | None = None, grammar: str = ""
+    ) -> SamplingParams:
         """Return the parameters of the turn after ``context``, of at most ``limit`` tokens."""
         most = min(limit or self.max_new_tokens, self.max_new_tokens, self.max_context - len(context))
         return SamplingParams(
@@ -103,7 +109,38 @@ class Sampling:
             top_k=self.top_k,
             min_p=self.min_p,
             seed=seed,
+            grammar=grammar,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedSets:
+    """The tokens from which each token of a constrained completion was drawn.
+
+    Most places of a text share a few sets, so each set is held once.
+    """
+
+    sets: Sequence[bytes]
+    """Packed bits: bit ``t % 8`` of byte ``t // 8`` is set if token ``t`` is allowed. All have one size."""
+    places: Sequence[int]
+    """Number of the set of each token, from 1; 0 allows all tokens."""
+
+    def first(self, count: int) -> AllowedSets:
+        """Return the sets of the first ``count`` tokens."""
+        return replace(self, places=self.places[:count])
+
+    def plain(self) -> dict[str, Any]:
+        """Return the sets as a JSON value, without loss."""
+        packed = base64.b64encode(zlib.compress(b"".join(self.sets))).decode()
+        return {"count": len(self.sets), "sets": packed, "places": list(self.places)}
+
+    @classmethod
+    def of_plain(cls, value: Mapping[str, Any]) -> AllowedSets:
+        """Return what ``plain`` returned as sets."""
+        packed = zlib.decompress(base64.b64decode(value["sets"]))
+        size = len(packed) // max(1, value["count"])
+        sets = tuple(packed[i * size : (i + 1) * size] for i in range(value["count"]))
+        return cls(sets=sets, places=tuple(value["places"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +149,16 @@ class Completion:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was sampled from, truncation included."""
+    """Log-probability of each token under the distribution it was sampled from, with truncation and
+    constraint."""
     versions: Sequence[int]
     """``policy_version`` of the weights that sampled each token."""
     finish_reason: str
     """"stop" (a stop token was sampled) or "length"."""
     policy: str = "current"
     """Policy that sampled the completion: "current" or "stale" (cross-policy sampling)."""
+    allowed: AllowedSets | None = None
+    """The allowed tokens of a constrained completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +365,10 @@ class TokenSequence:
     group_id: int
     rollout: int | None = None
     """Number of its trajectory in the step, the same for all segments; None is a trajectory of its own."""
+    allowed: IntArray | None = None
+    """Row of ``allowed_sets`` that each token was drawn from; None if all tokens of all rows are allowed."""
+    allowed_sets: NDArray[np.uint8] | None = None
+    """Packed sets as in ``AllowedSets``, [sets, bytes]; the first allows all tokens."""
 
     def __len__(self) -> int:
         """Return T."""
@@ -351,6 +395,16 @@ class MicroBatch:
     weights: torch.Tensor
     """Weight of each sampled token in the loss. It includes the global denominator of the aggregation, so the
     loss of a step is the plain sum over its micro-batches."""
+    allowed: torch.Tensor
+    """Row of ``allowed_sets`` that each token was drawn from."""
+    allowed_sets: torch.Tensor
+    """Packed sets as in ``AllowedSets``, [sets, bytes]; the first allows all tokens. Log-probabilities,
+    entropy and gradients of the policy are renormalized over the allowed tokens."""
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """Return the micro-batch with every tensor of rows changed."""
+        rows = [name for name in MicroBatch.__slots__ if name != "allowed_sets"]
+        return replace(self, **{name: change(getattr(self, name)) for name in rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +445,29 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop the engine; idempotent."""
+        ...
+
+
+class Sampler(Protocol):
+    """Seam: samples the turns of one attempt at an episode."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Limits and sampling parameters of a turn."""
+        ...
+
+    async def complete(
+        self,
+        context: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        segment: int = 0,
+        grammar: str = "",
+    ) -> Completion:
+        """Sample a turn after ``context``; the contexts of one segment extend one another.
+
+        Raises ``EngineError`` on failure, and ``ConstraintError`` if the engine cannot keep to ``grammar``.
+        """
         ...
 
 

@@ -38,14 +38,19 @@ class SeededSampler:
         self._used: set[str] = set()
 
     async def complete(
-        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+        self,
+        context: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        segment: int = 0,
+        grammar: str = "",
     ) -> Completion:
         """Sample a turn after ``context``."""
         key = f"{self._key}/{segment}"
         self._count += 1
         self._used.add(key)
         seed = sample_seed(self._seed, self._key, self._count)
-        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens)
+        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)
         return await self._engine.generate(context, sampling=sampling, session_key=key)
 
     def release(self) -> None:

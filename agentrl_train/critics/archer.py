@@ -190,4 +190,6 @@ def turn_row(row: TokenSequence) -> TokenSequence:
         logprobs=np.zeros_like(marks),
         versions=np.where(marks > 0, 0, -1),
         advantages=np.zeros_like(marks),
+        allowed=None,
+        allowed_sets=None,
     )

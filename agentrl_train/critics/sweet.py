@@ -253,6 +253,7 @@ class PreferenceStrategy(Strategy):
             logprobs=np.append(zeros, row.logprobs),
             versions=np.append(np.full(len(ids), -1), row.versions),
             advantages=np.append(zeros, row.advantages),
+            allowed=None if row.allowed is None else np.append(np.zeros(len(ids), np.int64), row.allowed),
         )
 
 

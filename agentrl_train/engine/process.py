@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, receive, send
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import ConstraintError, EngineError
 
 STOP_S = 10.0
 """Grace period for an engine to exit."""
@@ -157,7 +157,8 @@ class EngineProcess:
         finally:
             self._answers.pop(number, None)
         if "error" in frame:
-            raise EngineError(f"the engine rejected the request: {frame['error']}")
+            kind = ConstraintError if frame.get("constraint") else EngineError
+            raise kind(f"the engine rejected the request: {frame['error']}")
         return frame
 
     async def load(self, operation: str, **fields: Any) -> Frame:

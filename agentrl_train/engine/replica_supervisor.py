@@ -18,7 +18,7 @@ from agentrl_train.engine.process import EngineLink, EngineLost, EngineProcess, 
 from agentrl_train.engine.rpc import Frame
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.errors import EngineError, TrainError, WeightMismatch
-from agentrl_train.types import Completion, SamplingParams
+from agentrl_train.types import AllowedSets, Completion, SamplingParams
 
 if TYPE_CHECKING:
     from agentrl_train.engine.nccl_transfer import NcclTransfer
@@ -121,6 +121,7 @@ class ReplicaSupervisor:
             versions=answer["versions"],
             finish_reason=answer["finish_reason"],
             policy=self._policy,
+            allowed=AllowedSets.of_plain(answer["allowed"]) if answer.get("allowed") else None,
         )
 
     async def update(self, weights: Weights, *, pause: str) -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing, drafts and sampling."""
+"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing and drafts."""
 
 from __future__ import annotations
 
@@ -8,121 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from agentrl_train.engine.cache import ATTENTION, Drafts, Group, Pass, PrefixIndex, SlotCache, shared_prefix
+from agentrl_train.engine.constraint import Matcher
+from agentrl_train.engine.sampling import Truncation, sample, unpacked
+from agentrl_train.errors import ConstraintError
 from agentrl_train.models.architecture import read_logits
-from agentrl_train.types import Completion, SamplingParams
-
-BLOCK = 256
-"""Weights of a block."""
-SINGLE_BLOCK = 4096
-"""Number of weights up to which blocks do not pay."""
-LARGEST_UNIFORM = 1 - 2**-30
-"""Keeps a draw off the weights of zero at the end of a block, where rounding would lead it to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truncation:
-    """The limits of ``SamplingParams`` on the tokens that may be sampled, [rows] each."""
-
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
-
-    @classmethod
-    def of(cls, requested: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
-        """Return the limits of these rows, or None where none of them has any."""
-        if all(one.top_p == 1.0 and one.top_k == 0 and one.min_p == 0.0 for one in requested):
-            return None
-        return cls(
-            top_p=torch.tensor([one.top_p for one in requested], device=device),
-            top_k=torch.tensor([one.top_k for one in requested], device=device),
-            min_p=torch.tensor([one.min_p for one in requested], device=device),
-        )
-
-    def apply(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocabulary] that are -inf for the tokens that are left out.
-
-        In the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of what these leave. The most probable
-        token is always kept.
-        """
-        ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-        out = ordered < ordered[:, :1] + self.min_p.log()[:, None]
-        ranks = torch.arange(scaled.shape[-1], device=scaled.device)
-        out |= (ranks >= self.top_k[:, None]) & (self.top_k > 0)[:, None]
-        probabilities = ordered.masked_fill(out, -torch.inf).softmax(dim=-1, dtype=torch.float64)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        out |= (before >= self.top_p[:, None]) & (self.top_p < 1.0)[:, None]
-        return scaled.masked_fill(out.scatter(-1, tokens, out), -torch.inf)
-
-
-def sample(
-    logits: torch.Tensor,
-    *,
-    temperatures: torch.Tensor,
-    uniforms: torch.Tensor,
-    truncation: Truncation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row by inverse transform sampling.
-
-    The sample of a row depends only on its own uniform number, not on the rest of the batch.
-
-    Args:
-        logits: [rows, vocabulary].
-        temperatures: [rows]; 0 is greedy, and the log-probability is then that of temperature 1.
-        uniforms: [rows], in [0, 1).
-        truncation: which tokens are left out.
-
-    Returns:
-        Token ids [rows] and their log-probabilities [rows], float32, among the tokens that are kept.
-    """
-    greedy = temperatures == 0
-    scaled = logits.float()
-    if not bool((temperatures == 1).all()):
-        scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
-    if truncation is not None:
-        scaled = truncation.apply(scaled)
-    largest, best = scaled.max(dim=-1, keepdim=True)
-    weights = (scaled - largest).exp_()
-    drawn, total = draw(weights, uniforms[:, None].double())
-    tokens = torch.where(greedy[:, None], best, drawn)
-    logprobs = scaled.gather(-1, tokens) - largest - total.log().float()
-    return tokens[:, 0], logprobs[:, 0]
-
-
-def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an index of each row, drawn in proportion to its weight, and the sum of the row.
-
-    Many weights are summed by blocks, and one by one only in the block that the draw falls into, because
-    cumulative sums need float64, in which float32 loses no tail, and that is slow for a whole vocabulary.
-
-    Args:
-        weights: [rows, size], not negative.
-        uniforms: [rows, 1], float64 in [0, 1).
-
-    Returns:
-        Indices [rows, 1] and sums [rows, 1] in float64.
-    """
-    rows, size = weights.shape
-    if size <= SINGLE_BLOCK:
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        total = cumulative[:, -1:]
-        found = torch.searchsorted(cumulative, uniforms * total, right=True)
-        return found.clamp_(max=size - 1), total
-    blocks = F.pad(weights, (0, -size % BLOCK)).view(rows, -1, BLOCK)
-    sums = blocks.sum(dim=-1)
-    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = uniforms * total
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
-    share = sums.gather(1, block).double()
-    within = 1 - (cumulative.gather(1, block) - target) / share
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
-    column, _ = draw(inside, within.clamp_(0, LARGEST_UNIFORM))
-    return block * BLOCK + column, total
-
+from agentrl_train.types import AllowedSets, Completion, SamplingParams
 
 PASS_TOKENS = 4096
 """Token budget of a pass; sequences beyond it wait for the next one."""
@@ -146,10 +39,18 @@ class Request:
     context: Sequence[int]
     sampling: SamplingParams
     done: Callable[[Completion], None]
+    failed: Callable[[ConstraintError], None] | None = None
+    """Called in place of ``done`` if the constraint cannot be kept."""
+    matcher: Matcher | None = None
+    """Constraint behind ``token_ids``."""
     uniforms: np.ndarray = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """Numbers of the sets that the tokens were drawn from."""
+    sets: dict[bytes, int] = field(default_factory=dict)
+    """Allowed sets of a constrained request, with their numbers from 1."""
 
     def __post_init__(self) -> None:
         generator = np.random.default_rng(self.sampling.seed)
@@ -157,8 +58,29 @@ class Request:
 
     def restart(self) -> None:
         """Discard the sampled tokens; the random numbers stay the same."""
-        for sampled in (self.token_ids, self.logprobs, self.versions):
+        for sampled in (self.token_ids, self.logprobs, self.versions, self.places):
             sampled.clear()
+        if self.matcher is not None:
+            self.matcher.restart()
+
+    def add(self, token: int, logprob: float, *, version: int, drawn_from: bytes) -> None:
+        """Append a sampled token, drawn from the set of all tokens if ``drawn_from`` is empty."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if drawn_from:
+            self.places.append(self.sets.setdefault(drawn_from, len(self.sets) + 1))
+
+    def completion(self, *, finish_reason: str, policy: str) -> Completion:
+        """Return the sampled tokens as a completion."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+            policy=policy,
+            allowed=AllowedSets(sets=tuple(self.sets), places=self.places) if self.matcher else None,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -189,6 +111,23 @@ class _Part:
     drafted: Sequence[int] = ()
     samples: bool = True
     """False for a chunk of a context whose rest follows."""
+    allowed: Sequence[bytes] = ()
+    """Packed sets of the tokens that can be sampled, one for each position that samples."""
+    failure: ConstraintError | None = None
+    """Reason for which no token can be sampled."""
+
+    def constrain(self) -> None:
+        """Find the allowed tokens; guesses end before the first one that is not allowed."""
+        request = self.sequence.request
+        if not self.samples or request is None:
+            return
+        self.allowed = [b""] * (1 + len(self.drafted))
+        if request.matcher is None:
+            return
+        try:
+            self.drafted, self.allowed = request.matcher.follow(self.drafted)
+        except ConstraintError as error:
+            self.drafted, self.allowed, self.failure = (), [b""], error
 
 
 class Scheduler:
@@ -433,6 +372,8 @@ class Scheduler:
         """Run a pass, and append what it samples."""
         if not parts:
             return
+        for part in parts:
+            part.constrain()
         begins = np.cumsum([0, *(len(part.pending) + len(part.drafted) for part in parts)])
         logits = self._logits(parts, begins)
         chosen: list[Request] = []
@@ -451,6 +392,7 @@ class Scheduler:
                 temperatures=torch.tensor([one.temperature for one in sampling], device=self._device),
                 uniforms=torch.tensor(uniforms, device=self._device),
                 truncation=Truncation.of(sampling, self._device),
+                allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
             )
             tokens, logprobs = drawn.tolist(), scores.tolist()
         place = 0
@@ -461,6 +403,11 @@ class Scheduler:
                 until = place + 1 + len(part.drafted)
                 self._accept(part, tokens[place:until], logprobs[place:until])
                 place = until
+
+    def _allowed(self, parts: Sequence[_Part], *, vocabulary: int) -> torch.Tensor | None:
+        """Return the tokens that each position can sample, or None if all can sample any."""
+        sets = [one for part in parts for one in part.allowed]
+        return unpacked(sets, vocabulary).to(self._device) if any(sets) else None
 
     def _logits(self, parts: Sequence[_Part], begins: np.ndarray) -> torch.Tensor:
         """Run the model; return the logits [samples, vocabulary] of the positions that sample."""
@@ -542,13 +489,16 @@ class Scheduler:
         sequence, request = part.sequence, part.sequence.request
         assert request is not None
         for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.policy_version)
+            if part.failure is not None:
+                self._fail(sequence, request, part.failure)
+                return
+            request.add(token, logprob, version=self.policy_version, drawn_from=part.allowed[position])
             self.num_sampled += 1
             if token in self._stop or len(request.token_ids) == request.sampling.max_new_tokens:
                 self._finish(sequence, request, stopped=token in self._stop)
                 return
+            if request.matcher is not None:
+                request.matcher.advance(token)
             if position == len(part.drafted) or token != part.drafted[position]:
                 return
             sequence.cached.append(token)
@@ -558,15 +508,14 @@ class Scheduler:
         del self._active[sequence.slot]
         self.num_completed += 1
         self._drafts.learn(request.context, request.token_ids)
-        request.done(
-            Completion(
-                token_ids=request.token_ids,
-                logprobs=request.logprobs,
-                versions=request.versions,
-                finish_reason="stop" if stopped else "length",
-                policy=self.name,
-            )
-        )
+        request.done(request.completion(finish_reason="stop" if stopped else "length", policy=self.name))
+
+    def _fail(self, sequence: _Sequence, request: Request, error: ConstraintError) -> None:
+        sequence.request = None
+        del self._active[sequence.slot]
+        self.num_abandoned += len(request.token_ids)
+        if request.failed is not None:
+            request.failed(error)
 
 
 @torch.inference_mode()

@@ -18,11 +18,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.engine.cache import Drafts
+from agentrl_train.engine.constraint import Grammars, Matcher
 from agentrl_train.engine.scheduler import Request, Scheduler, independent_rows
-from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory, ran_out_of_memory
+from agentrl_train.errors import (
+    ConstraintError,
+    EngineBroken,
+    EngineError,
+    EngineOutOfMemory,
+    ran_out_of_memory,
+)
 from agentrl_train.models.architecture import has_masks, layer_kinds
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
@@ -48,6 +55,7 @@ class TorchEngine:
         max_context: maximum number of tokens of one sequence.
         deadline_s: seconds in which a pass must be completed while a completion or weight update waits.
         threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
+        tokenizer: with which constraints are compiled; without it, requests with one are refused.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
             and number of threads. Slower: no prefix caching, padded shapes.
 
@@ -68,6 +76,7 @@ class TorchEngine:
         threads: Threads | None = None,
         policy_version: int = 0,
         deterministic: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
         for model in models.values():
@@ -76,6 +85,10 @@ class TorchEngine:
         self._deadline_s = deadline_s
         self._threads = threads or Threads()
         self._trace = trace
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            size = models["current"].get_output_embeddings().weight.shape[0]
+            self._grammars = Grammars(tokenizer, stop_token_ids=stop_token_ids, vocabulary=size)
         drafts = Drafts(stop_token_ids)
         rows = dict.fromkeys(models, max_sequences) if isinstance(max_sequences, int) else max_sequences
         self._replicas = {
@@ -116,16 +129,20 @@ class TorchEngine:
         """Sample one completion after ``token_ids``.
 
         Raises:
+            ConstraintError: the grammar of the request cannot be compiled or kept.
             EngineError: the context has no room for ``max_new_tokens``, the engine failed, or it makes no
                 progress. Cancelling the call aborts the request.
         """
         sampling.check_room(token_ids, max_context=self.max_context)
+        matcher = await self._matcher(sampling.grammar)
         future: Future[Completion] = Future()
         request = Request(
             session_key=session_key,
             context=list(token_ids),
             sampling=sampling,
             done=_resolver(future),
+            failed=_rejecter(future),
+            matcher=matcher,
         )
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -139,6 +156,13 @@ class TorchEngine:
         except (EngineError, asyncio.CancelledError):
             self.release(session_key)
             raise
+
+    async def _matcher(self, grammar: str) -> Matcher | None:
+        if not grammar:
+            return None
+        if self._grammars is None:
+            raise ConstraintError("this engine has no tokenizer, with which constraints are compiled")
+        return await asyncio.to_thread(self._grammars.start, grammar)
 
     def release(self, session_key: str) -> None:
         """Drop what is cached for a session; idempotent."""
@@ -372,6 +396,14 @@ def _resolver(future: Future[Completion]) -> Callable[[Completion], None]:
             future.set_result(completion)
 
     return done
+
+
+def _rejecter(future: Future[Completion]) -> Callable[[EngineError], None]:
+    def failed(error: EngineError) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled concurrently
+            future.set_exception(error)
+
+    return failed
 
 
 def _move(model: PreTrainedModel, device: torch.device) -> None:

@@ -10,8 +10,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.gateway.errors import InvalidRequest
+from agentrl_train.gateway.constraints import chosen, schema_of
+from agentrl_train.gateway.errors import InvalidRequest, ignoring
 from agentrl_train.gateway.recorder import Call
+from agentrl_train.tool_calls.grammars import Constraint
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -22,8 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", {"type": "auto"}),
     "functions": ([],),
     "function_call": (),
     "modalities": (["text"],),
@@ -44,7 +44,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 HARMLESS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -145,6 +144,18 @@ class ChatRequest(SamplingFields):
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+    tool_choice: Any = None
+    response_format: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def constraint(self) -> Constraint:
+        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        return Constraint(
+            **chosen(self.tool_choice, self.specs),
+            schema=schema_of(self.response_format, param="response_format"),
+            parallel=self.parallel_tool_calls is not False,
+        )
 
     @property
     def specs(self) -> list[ToolSpec]:
@@ -185,18 +196,12 @@ class Fields:
                     param=name[:100],
                 )
             harmless = self.unsupported[name]
-            without_tools = name == "tool_choice" and value == "none" and not body.get("tools")
-            if value not in harmless and not without_tools:
+            if value not in harmless:
                 words = [f"use {harmless[0]!r}"] if harmless and harmless[0] else []
                 words += [f"set {SETTINGS[name]} of the run"] if name in SETTINGS else []
                 words += [ignoring(name)]
                 advice = ", or ".join(["leave it out", *words])
                 raise InvalidRequest(f"{name} = {value!r:.200} is not supported: {advice}", param=name)
-
-
-def ignoring(name: str) -> str:
-    """Return how a parameter is ignored, as a part of an error message."""
-    return f"ignore it with environments.program.ignore = [{name!r}] or agentrl-train gateway --ignore {name}"
 
 
 FIELDS = Fields(read=ChatRequest.model_fields, unread=HARMLESS, unsupported=UNSUPPORTED)

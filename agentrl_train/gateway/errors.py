@@ -72,3 +72,8 @@ class EngineUnavailable(GatewayError):
     """The engine failed."""
 
     code = "engine_error"
+
+
+def ignoring(name: str) -> str:
+    """Return how a parameter is ignored, as a part of an error message."""
+    return f"ignore it with environments.program.ignore = [{name!r}] or agentrl-train gateway --ignore {name}"

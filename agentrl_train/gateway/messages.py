@@ -10,9 +10,11 @@ from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.gateway.chat_completions import Fields, SamplingFields, ignoring, text_of, validated
-from agentrl_train.gateway.errors import GatewayError, InvalidRequest
+from agentrl_train.gateway.chat_completions import Fields, SamplingFields, text_of, validated
+from agentrl_train.gateway.constraints import chosen, schema_of
+from agentrl_train.gateway.errors import GatewayError, InvalidRequest, ignoring
 from agentrl_train.gateway.recorder import Call
+from agentrl_train.tool_calls.grammars import Constraint
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 """Parameters that would change the answer, and that no engine has: the values that change nothing."""
@@ -42,6 +44,8 @@ class _Tool(BaseModel):
 
 class _Choice(BaseModel):
     type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class _Thinking(BaseModel):
@@ -83,17 +87,6 @@ class MessagesRequest(SamplingFields):
                 "user message",
                 param="messages",
             )
-        choice = self.tool_choice.type if self.tool_choice else "auto"
-        if choice != "auto" and not (choice == "none" and not self.tools):
-            raise InvalidRequest(
-                f"tool_choice of type {choice!r} is not supported: use 'auto', or {ignoring('tool_choice')}",
-                param="tool_choice",
-            )
-        if (self.output_config or {}).get("format"):
-            raise InvalidRequest(
-                f"output_config.format is not supported: leave it out, or {ignoring('output_config')}",
-                param="output_config",
-            )
         for edit in (self.context_management or {}).get("edits") or ():
             if not str(edit.get("type")).startswith(CLEARED_THOUGHTS):
                 raise InvalidRequest(
@@ -101,6 +94,18 @@ class MessagesRequest(SamplingFields):
                     f"messages in the program, or {ignoring('context_management')}",
                     param="context_management",
                 )
+
+    @property
+    def constraint(self) -> Constraint:
+        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        choice = self.tool_choice or _Choice(type="auto")
+        words: Any = {"any": "required", "tool": {"type": "function", "name": choice.name}}
+        return Constraint(
+            **chosen(words.get(choice.type, choice.type), self.specs),
+            schema=schema_of((self.output_config or {}).get("format"), param="output_config"),
+            schema_parameter="output_config",
+            parallel=not choice.disable_parallel_tool_use,
+        )
 
     @property
     def specs(self) -> list[ToolSpec]:

@@ -26,11 +26,10 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from agentrl_env.types import TaskSample
-from agentrl_train.actor import Sampler
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ProgramFailed
 from agentrl_train.gateway.server import Gateway, Reward, Session
-from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory, succeeded
+from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajectory, succeeded
 
 logger = logging.getLogger(__name__)
 

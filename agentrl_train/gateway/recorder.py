@@ -61,6 +61,8 @@ class Call:
     """Whether the token limit ended the answer."""
     end: int = 0
     """Messages of the conversation up to and including the answer."""
+    text_only: bool = False
+    """Whether the answer was sampled without calls, so that no JSON in its text is one."""
     lost: bool = False
     """Whether the program stopped waiting for the answer."""
 
@@ -193,17 +195,13 @@ class Recorder:
         call.cut = completion.finish_reason == "length"
         completion, text = self._cut(completion, stop)
         call.cut = call.cut and text is None
+        tools = () if call.text_only else call.conversation.tools
         if text is None:
-            parsed = self._chat.parse(
-                completion.token_ids, turn=call.number, tools=call.conversation.tools, prompt=call.context
-            )
+            ids = completion.token_ids
+            parsed = self._chat.parse(ids, turn=call.number, tools=tools, prompt=call.context)
         else:
-            parsed = self._chat.parse_text(
-                text,
-                turn=call.number,
-                tools=call.conversation.tools,
-                in_thought=self._chat.in_thought(call.context),
-            )
+            in_thought = self._chat.in_thought(call.context)
+            parsed = self._chat.parse_text(text, turn=call.number, tools=tools, in_thought=in_thought)
         names = {tool.function.name for tool in call.conversation.tools}
         call.invalid_calls = sum(one.function.name not in names for one in parsed.message.tool_calls or ())
         call.completion, call.message, call.thought = completion, _readable(parsed.message), parsed.thought
@@ -364,6 +362,7 @@ class Recorder:
             logprobs=list(completion.logprobs[:low]),
             versions=list(completion.versions[:low]),
             finish_reason="length",
+            allowed=completion.allowed.first(low) if completion.allowed else None,
         )
         return cut, whole[: min(at for text in stop if (at := whole.find(text)) >= 0)]
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.gateway import chat_completions
 from agentrl_train.gateway.chat_completions import Function, SamplingFields, text_of, validated
+from agentrl_train.gateway.constraints import chosen, schema_of
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.gateway.recorder import Call
+from agentrl_train.tool_calls.grammars import Constraint
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "tool_choice": ("auto",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -26,12 +27,8 @@ HARMLESS = chat_completions.HARMLESS | {"include", "max_tool_calls", "reasoning"
 """Parameters that are not read."""
 
 
-class _Format(BaseModel):
-    type: Literal["text"] = "text"
-
-
 class _Text(BaseModel):
-    format: _Format | None = None
+    format: dict[str, Any] | None = None
 
 
 class ResponseRequest(SamplingFields):
@@ -45,6 +42,18 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     previous_response_id: str | None = None
     stream: bool | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def constraint(self) -> Constraint:
+        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        return Constraint(
+            **chosen(self.tool_choice, self.specs),
+            schema=schema_of(self.text.format if self.text else None, param="text"),
+            schema_parameter="text",
+            parallel=self.parallel_tool_calls is not False,
+        )
 
     @property
     def specs(self) -> list[ToolSpec]:
@@ -183,11 +192,11 @@ class ResponseAnswer:
             "metadata": {},
             "model": request.model,
             "output": list(output),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p,
             "truncation": "disabled",

@@ -39,12 +39,13 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
-from agentrl_train.actor import NO_TOKENS, Sampler
+from agentrl_train.actor import NO_TOKENS
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import ConfigError, EngineError
+from agentrl_train.errors import ConfigError, ConstraintError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway import messages as anthropic
-from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields, ignoring
+from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields
+from agentrl_train.gateway.constraints import constraints_of, unsupported
 from agentrl_train.gateway.errors import (
     ContextTooLong,
     EngineUnavailable,
@@ -53,12 +54,14 @@ from agentrl_train.gateway.errors import (
     SessionClosed,
     Unauthorized,
     UnknownSession,
+    ignoring,
 )
 from agentrl_train.gateway.messages import MessageAnswer, MessagesRequest
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
+from agentrl_train.tool_calls.grammars import Constraint
 from agentrl_train.tool_calls.turn import without_surrogates
-from agentrl_train.types import Sampling
+from agentrl_train.types import Sampler, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ class Session:
         *,
         limit: int | None,
         stop: tuple[str, ...],
+        constraint: Constraint,
         request: Request,
     ) -> Call:
         """Return the answered call of a request.
@@ -142,7 +146,7 @@ class Session:
             GatewayError: there is no answer.
         """
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        options: Hashable = (limit, stop, request.url.path)
+        options: Hashable = (limit, stop, constraint, request.url.path)
         body = await request.body()
         if body in self._bodies:
             await asyncio.sleep(NOTICE_S)
@@ -154,7 +158,7 @@ class Session:
             if other not in other.conversation.calls:
                 task.cancel()  # the conversation went on without its answer
         if call not in self._answers:
-            task = asyncio.create_task(self._sample(call, limit=limit, stop=stop))
+            task = asyncio.create_task(self._sample(call, limit=limit, stop=stop, constraint=constraint))
             # Nobody reads the error of a call that is lost.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._answers[call] = task
@@ -222,7 +226,9 @@ class Session:
         if self.closed:
             raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
 
-    async def _sample(self, call: Call, *, limit: int | None, stop: tuple[str, ...]) -> None:
+    async def _sample(
+        self, call: Call, *, limit: int | None, stop: tuple[str, ...], constraint: Constraint
+    ) -> None:
         most = self._sampler.sampling.max_context
         try:
             if len(call.context) >= most:
@@ -232,16 +238,22 @@ class Session:
                     f"{most}: end the episode, shorten the messages, or raise engine.max_context",
                     param="messages",
                 )
+            tools, compiler = call.conversation.tools, constraints_of(self.chat)
+            # On a thread, because a grammar can take a second.
+            grammar = await asyncio.to_thread(compiler.grammar, constraint, tools, context=call.context)
             try:
                 completion = await self._sampler.complete(
-                    call.context, max_new_tokens=limit, segment=call.conversation.number
+                    call.context, max_new_tokens=limit, segment=call.conversation.number, grammar=grammar
                 )
                 if not completion.token_ids:
                     raise EngineError(NO_TOKENS)
+            except ConstraintError as error:
+                raise unsupported(constraint, str(error)) from error
             except EngineError as error:
                 self.failure = error
                 raise EngineUnavailable(str(error)) from error
             self.failure = None
+            call.text_only = constraint.calls == "none"
             self.recorder.finish(call, completion, stop=stop)
             self.context_full = call.cut and len(call.tokens) >= most
             if self.context_full:
@@ -417,7 +429,12 @@ class Gateway:
         session.check_sampling(asked)
         messages = [message.message() for message in asked.messages]
         call = await session.answer(
-            messages, asked.specs, limit=asked.limit, stop=asked.stops, request=request
+            messages,
+            asked.specs,
+            limit=asked.limit,
+            stop=asked.stops,
+            constraint=asked.constraint,
+            request=request,
         )
         answer = ChatAnswer(call, request=asked, chat=session.chat, created=int(time.time()))
         if not asked.stream:
@@ -432,7 +449,12 @@ class Gateway:
         earlier = session.earlier(previous) if previous else []
         messages = asked.messages(earlier)
         call = await session.answer(
-            messages, asked.specs, limit=asked.max_output_tokens, stop=(), request=request
+            messages,
+            asked.specs,
+            limit=asked.max_output_tokens,
+            stop=(),
+            constraint=asked.constraint,
+            request=request,
         )
         answer = ResponseAnswer(call, request=asked, created=int(time.time()))
         session.keep(answer.id, [*messages[bool(asked.instructions) :], call.message])
@@ -445,7 +467,12 @@ class Gateway:
         asked.check()
         session.check_sampling(asked)
         call = await session.answer(
-            asked.conversation, asked.specs, limit=asked.max_tokens, stop=asked.stops, request=request
+            asked.conversation,
+            asked.specs,
+            limit=asked.max_tokens,
+            stop=asked.stops,
+            constraint=asked.constraint,
+            request=request,
         )
         answer = MessageAnswer(call, request=asked, chat=session.chat)
         return _stream(_events(answer.events())) if asked.stream else JSONResponse(answer.body())

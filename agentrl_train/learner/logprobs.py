@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from agentrl_train.batch import Row, alphabetical, families, pack_rows, shared_beginning
+from agentrl_train.batch import Row, alphabetical, families, joined_sets, pack_rows, shared_beginning
 from agentrl_train.models.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
 from agentrl_train.types import IntArray, MicroBatch, TokenSequence
 
@@ -119,23 +119,36 @@ def sampled_logprobs(
     """
     hidden, targets = hidden_before(model, micro, part=part)
     head = model.get_output_embeddings()
+    allowed = select_sampled(micro.allowed, micro, part).to(hidden.device)
+    sets = micro.allowed_sets.to(hidden.device) if len(micro.allowed_sets) > 1 else None
 
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(hidden: Tensor, targets: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         logits = read_logits(model, hidden)
-        return score_tokens(logits, targets, temperature=temperature, entropy_gradient=entropy_gradient)
+        return score_tokens(
+            logits,
+            targets,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+            allowed=None if sets is None else (allowed, sets),
+        )
 
     size = max(1, max_logits // head.weight.shape[0])
     if len(targets) <= size:
-        return score(hidden, targets)
+        return score(hidden, targets, allowed)
     chunks = [
         checkpoint(score, *chunk, use_reentrant=False)
-        for chunk in zip(hidden.split(size), targets.split(size), strict=True)
+        for chunk in zip(hidden.split(size), targets.split(size), allowed.split(size), strict=True)
     ]
     return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
 
 
 def score_tokens(
-    logits: Tensor, targets: Tensor, *, temperature: float, entropy_gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    allowed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of N tokens in float32, [N] each.
 
@@ -144,8 +157,10 @@ def score_tokens(
         targets: the tokens, [N].
         temperature: divides the logits.
         entropy_gradient: whether the entropy has a gradient.
+        allowed: rows of sets, [N], and these sets, packed bits [sets, bytes]. The distribution is that of the
+            tokens in the set of each row; the first set has all tokens. None has all tokens everywhere.
     """
-    logprobs, entropy = _Scores.apply(logits, targets, temperature)
+    logprobs, entropy = _Scores.apply(logits, targets, temperature, *(allowed or (None, None)))
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -153,10 +168,18 @@ class _Scores(torch.autograd.Function):
     """Keeps the logits alone, where PyTorch's operations keep or make five tensors of their size."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        allowed: Tensor | None,
+        sets: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+        ctx.allowed, ctx.sets = allowed, sets
         for rows in _blocks(logits):
-            scores = _log_softmax(logits[rows], temperature)
+            scores = _log_softmax(logits[rows], temperature, _forbidden(ctx, rows, logits.shape[1]))
             logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
             entropy[rows] = scores.exp().mul_(scores).sum(-1).neg_()
         ctx.save_for_backward(logits, targets, entropy)
@@ -166,12 +189,12 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = gradients
         found = torch.empty_like(logits)
         for rows in _blocks(logits):
-            scores = _log_softmax(logits[rows], ctx.temperature)
+            scores = _log_softmax(logits[rows], ctx.temperature, _forbidden(ctx, rows, logits.shape[1]))
             shares = scores.exp()
             if of_entropy is not None:
                 scores.add_(entropy[rows, None]).mul_(shares).mul_(-of_entropy[rows, None])
@@ -181,11 +204,26 @@ class _Scores(torch.autograd.Function):
                 scores.addcmul_(shares, of_logprobs[rows, None], value=-1.0)
                 scores.scatter_add_(-1, targets[rows, None], of_logprobs[rows, None])
             found[rows] = scores.div_(ctx.temperature)
-        return found, None, None
+        return found, None, None, None, None
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.float() / temperature).log_softmax(-1)
+def _log_softmax(logits: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+    scaled = logits.float() / temperature
+    if forbidden is not None:
+        # Not -inf, of which the entropy would be NaN: such a token has probability 0 as well.
+        scaled = scaled.masked_fill_(forbidden, torch.finfo(torch.float32).min)
+    return scaled.log_softmax(-1)
+
+
+def _forbidden(ctx: Any, rows: slice, vocabulary: int) -> Tensor | None:
+    """Return which tokens some rows must not hold, [rows, vocabulary], or None if they can hold any."""
+    if ctx.sets is None or not bool(ctx.allowed[rows].any()):
+        return None
+    places = ctx.allowed[rows]
+    bits = torch.arange(8, device=places.device)
+    forbidden = (ctx.sets[places][:, :, None] >> bits & 1).flatten(1)[:, :vocabulary] == 0
+    rest = vocabulary - forbidden.shape[1]  # a teacher can have more rows in its head
+    return torch.cat([forbidden, (places > 0)[:, None].expand(-1, rest)], dim=1) if rest else forbidden
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -244,8 +282,7 @@ def padding_free(micro: MicroBatch) -> MicroBatch:
     """
     real = micro.segment_ids > 0
     begins = micro.position_ids[real] == 0
-    fields = {name: getattr(micro, name)[real][None] for name in MicroBatch.__slots__}
-    return MicroBatch(**fields | {"segment_ids": begins.cumsum(0)[None]})
+    return replace(micro.each(lambda values: values[real][None]), segment_ids=begins.cumsum(0)[None])
 
 
 def set_attention(model: PreTrainedModel, name: str = "sdpa") -> None:
@@ -433,6 +470,7 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
         return torch.cat([torch.from_numpy(getattr(one, name)) for one in sequences])[None]
 
     mask = joined("loss_mask")
+    allowed, sets = joined_sets(sequences)
     numbers = torch.arange(1, len(sequences) + 1)
     return MicroBatch(
         token_ids=joined("token_ids"),
@@ -443,6 +481,8 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
         advantages=joined("advantages"),
         ages=torch.zeros_like(mask, dtype=torch.int64),
         weights=mask,
+        allowed=torch.from_numpy(np.concatenate(allowed))[None],
+        allowed_sets=torch.from_numpy(sets),
     )
 
 

@@ -8,8 +8,8 @@ averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -126,8 +126,7 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def _rows(micro: MicroBatch, index: int, count: int) -> MicroBatch:
     """Return every ``count``-th row of a micro-batch, or an idle micro-batch if there is none."""
-    fields = {name: cast(Tensor, getattr(micro, name)) for name in MicroBatch.__slots__}
     if index >= len(micro.token_ids):
-        idle = {name: torch.zeros(1, 2, dtype=value.dtype) for name, value in fields.items()}
-        return MicroBatch(**idle | {"segment_ids": torch.ones_like(idle["segment_ids"])})
-    return MicroBatch(**{name: value[index::count] for name, value in fields.items()})
+        idle = micro.each(lambda values: torch.zeros(1, 2, dtype=values.dtype))
+        return replace(idle, segment_ids=torch.ones_like(idle.segment_ids))
+    return micro.each(lambda values: values[index::count])

@@ -17,7 +17,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.transfer import fingerprint, mismatch
-from agentrl_train.errors import EngineBroken, EngineError, EngineOutOfMemory
+from agentrl_train.errors import ConstraintError, EngineBroken, EngineError, EngineOutOfMemory
 from agentrl_train.models.loading import copy_of, load_policy
 from agentrl_train.types import SamplingParams, Threads
 
@@ -27,11 +27,12 @@ class Server:
 
     def __init__(self, options: ServingOptions) -> None:
         """Load the model."""
-        model, _ = load_policy(options.model, device=options.device, revision=options.revision)
+        model, tokenizer = load_policy(options.model, device=options.device, revision=options.revision)
         self._model = copy_of(model, dtype=options.dtype)
         self._engine = TorchEngine(
             {"current": self._model},
             stop_token_ids=options.stop_token_ids,
+            tokenizer=tokenizer,
             max_sequences=options.max_sessions,
             max_context=options.max_context,
             deadline_s=options.deadline_s,
@@ -63,7 +64,7 @@ class Server:
         except (EngineBroken, EngineOutOfMemory):
             raise
         except EngineError as error:
-            result = {"error": str(error)}
+            result = {"error": str(error), "constraint": isinstance(error, ConstraintError)}
         return result
 
     async def _generate(self, frame: Frame) -> Frame:
@@ -76,6 +77,7 @@ class Server:
             "logprobs": list(done.logprobs),
             "versions": list(done.versions),
             "finish_reason": done.finish_reason,
+            "allowed": done.allowed.plain() if done.allowed else None,
         }
 
     async def _push(self, frame: Frame) -> Frame:

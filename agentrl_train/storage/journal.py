@@ -25,6 +25,7 @@ from agentrl_train.errors import CheckpointError
 from agentrl_train.storage.atomic_io import run_folder_errors, sync_folder
 from agentrl_train.types import (
     ROOT,
+    AllowedSets,
     Completion,
     EpisodeEnd,
     Segment,
@@ -165,6 +166,7 @@ def _pack_completion(completion: Completion, ints: list[int], floats: list[float
         "sizes": [len(completion.token_ids), len(completion.versions), len(completion.logprobs)],
         "finish_reason": completion.finish_reason,
         "policy": completion.policy,
+        "allowed": completion.allowed.plain() if completion.allowed else None,
     }
 
 
@@ -185,12 +187,14 @@ def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
 
 def _unpack_completion(structure: dict[str, Any], reader: _Reader) -> Completion:
     tokens, versions, logprobs = structure["sizes"][-3:]
+    allowed = structure.get("allowed")
     return Completion(
         token_ids=reader.take_ints(tokens),
         versions=reader.take_ints(versions),
         logprobs=reader.take_floats(logprobs),
         finish_reason=structure["finish_reason"],
         policy=structure["policy"],
+        allowed=AllowedSets.of_plain(allowed) if allowed else None,
     )
 
 

@@ -249,7 +249,7 @@ async def _loaded(
         config.model,
         model=model,
         path=path,
-        stop_token_ids=chat.stop_token_ids,
+        chat=chat,
         sessions=config.sessions,
         process_threads=threads_each(config.run, config.rollout),
         threads=threads,

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection, ModelSection, RolloutSection
 from agentrl_train.config.sections import RunSection
 from agentrl_train.engine.options import ServingOptions
@@ -60,7 +61,7 @@ def make_engine(
     *,
     model: PreTrainedModel,
     path: str,
-    stop_token_ids: Sequence[int],
+    chat: ChatFormat,
     sessions: Mapping[str, int],
     threads: Threads,
     process_threads: int,
@@ -75,7 +76,7 @@ def make_engine(
         model: the initial policy, with or without weights.
         path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
             processes start with the base model until weights are published.
-        stop_token_ids: tokens that end a completion.
+        chat: chat format of the policy.
         sessions: sampling policy -> its concurrent episodes.
         threads: CPU threads of an engine in this process.
         process_threads: CPU threads of a torch engine in a process of its own.
@@ -88,14 +89,15 @@ def make_engine(
     engine = processes.engine
     if engine.kind == "vllm" or launcher.separate_engines:
         options = _serving_options(processes, launcher=launcher, path=path, threads=process_threads)
-        options = replace(options, revision=section.revision, stop_token_ids=tuple(stop_token_ids))
+        options = replace(options, revision=section.revision, stop_token_ids=chat.stop_token_ids)
         return _engine_pool(processes, options, model=model, launcher=launcher)
     device = launcher.devices.torch_engine_device or engine.device
     if any(value.is_meta for value in model.parameters()):
         model, _ = load_policy(path, dtype=section.dtype, revision=section.revision)
     return TorchEngine(
         {name: copy_of(model, dtype=engine.dtype, device=device) for name in processes.replicas},
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=chat.stop_token_ids,
+        tokenizer=chat.tokenizer,
         max_sequences=sessions,
         max_context=engine.max_context,
         deadline_s=engine.completion_deadline_s,

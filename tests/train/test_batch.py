@@ -105,8 +105,7 @@ def unpacked(micro: MicroBatch) -> list[MicroBatch]:
     for r, segments in enumerate(micro.segment_ids):
         for number in range(1, int(segments.max()) + 1):
             at = segments == number
-            names = MicroBatch.__slots__
-            found.append(MicroBatch(**{name: getattr(micro, name)[r][at] for name in names}))
+            found.append(micro.each(lambda values, r=r, at=at: values[r][at]))
     return found
 
 

@@ -40,10 +40,15 @@ class DirectSampler:
         self._engine = engine
 
     async def complete(
-        self, context: Sequence[int], *, max_new_tokens: int | None = None, segment: int = 0
+        self,
+        context: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        segment: int = 0,
+        grammar: str = "",
     ) -> Completion:
         room = self.sampling.max_context - len(context)
-        sampling = SamplingParams(max_new_tokens=min(max_new_tokens or 400, room))
+        sampling = SamplingParams(max_new_tokens=min(max_new_tokens or 400, room), grammar=grammar)
         return await self._engine.generate(context, sampling=sampling, session_key=f"one/{segment}")
 
 
@@ -123,8 +128,8 @@ async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
         ({"top_p": 0.9}, "engine.top_p"),
         ({"n": 2}, "n = 2"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"response_format": {"type": "xml"}}, "response_format of type 'xml'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -169,7 +174,7 @@ async def test_parameters_that_change_nothing_are_accepted(harmless: dict) -> No
 
 
 async def test_refused_parameters_name_the_setting_that_ignores_them() -> None:
-    unsupported = {"tool_choice": "required", "response_format": {"type": "json_object"}, "top_p": 0.5}
+    unsupported = {"tool_choice": "sometimes", "response_format": {"type": "xml"}, "top_p": 0.5}
     unsupported["guided_json"] = {"type": "object"}
     async with opened() as (client, *_):
         for name, value in unsupported.items():
@@ -400,7 +405,7 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         ({"input": [{"content": "a"}]}, "role None"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
         ({"input": "go", "tools": [TOOL]}, "tools.0.name"),
-        ({"input": "go", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"input": "go", "text": {"format": {"type": "xml"}}}, "text of type"),
         ({"input": "go", "max_tokens": 5}, "'max_tokens'"),
         ({"input": "go", "truncation": "auto"}, "truncation"),
         ({"input": "go", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AddedToken, AutoTokenizer
 
+from agentrl_train.chat import ChatFormat
 from agentrl_train.config import LoraSection, ModelSection, load_config
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
@@ -287,7 +288,7 @@ def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: 
             config.model,
             model=make_model(),
             path=str(adapter),
-            stop_token_ids=[2],
+            chat=ChatFormat(make_tokenizer()),
             sessions=config.sessions,
             threads=Threads(1),
             process_threads=1,

@@ -1,0 +1,170 @@
+"""Constrained decoding: a grammar and the tokens so far -> the tokens that can follow, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from agentrl_train.errors import ConstraintError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT = 64
+"""Grammars that are kept compiled: requests of an agent program repeat a few."""
+MAX_REASON = 500
+"""Characters of a reason of the library."""
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one tokenizer. Thread-safe.
+
+    Args:
+        tokenizer: the tokenizer of the policy.
+        stop_token_ids: tokens that end a completion; they are allowed where the grammar is satisfied.
+        vocabulary: rows of the head of the policy; None is the size of the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Sequence[int],
+        vocabulary: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop_token_ids)
+        self._vocabulary = vocabulary or len(tokenizer)
+        self._made: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._control_tokens = lru_cache(1)(self._find_control_tokens)
+
+    def start(self, grammar: str) -> Matcher:
+        """Return a matcher in front of the first token.
+
+        Raises:
+            ConstraintError: llguidance is missing, or it cannot compile the grammar.
+        """
+        compiled = self._compiled(grammar)
+        return Matcher(compiled.deep_copy(), stop=self._stop, vocabulary=self._vocabulary)
+
+    def written(self, text: str) -> str:
+        """Return a text as a part of a grammar.
+
+        Control tokens are named by their ids, because no text of a grammar holds them. Raises like ``start``.
+        """
+        parts: list[str] = []
+        rest = ""
+        position = 0
+        while position < len(text):
+            if mark := self.control(text[position:]):
+                parts += [quoted(rest)] if rest else []
+                parts.append(f"<[{self._control_tokens()[mark]}]>")
+                rest = ""
+            else:
+                rest += text[position]
+            position += len(mark) or 1
+        return " ".join([*parts, *([quoted(rest)] if rest else [])])
+
+    def control(self, text: str) -> str:
+        """Return the control token that a text begins with, or "" if it begins with none."""
+        return max(filter(text.startswith, self._control_tokens()), key=len, default="")
+
+    def _find_control_tokens(self) -> dict[str, int]:
+        made = self._library()
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {str(token): i for i, token in added if str(token).strip() and made.is_special_token(i)}
+
+    def _library(self) -> LLTokenizer:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> LLTokenizer:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ConstraintError(
+                "constrained decoding needs llguidance: install agentrl-kit[train]"
+            ) from error
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise ConstraintError(
+                "constrained decoding needs a tokenizer of the tokenizers library, and this policy has a "
+                f"{type(self._tokenizer).__name__}"
+            )
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=list(self._stop))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        made = self._library()
+        from llguidance import LLMatcher
+
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, made)
+        if failed:
+            raise ConstraintError(" ".join(messages)[:MAX_REASON])
+        return LLMatcher(made, grammar, log_level=0)
+
+
+class Matcher:
+    """The tokens that can follow the tokens so far.
+
+    Args:
+        matcher: of the library, in front of the first token.
+        stop: tokens that end a completion.
+        vocabulary: size of the sets.
+    """
+
+    def __init__(self, matcher: Any, *, stop: Sequence[int], vocabulary: int) -> None:
+        self._matcher = matcher
+        self._stop = frozenset(stop)
+        self._bytes = (vocabulary + 7) // 8
+
+    def restart(self) -> None:
+        """Return to the place in front of the first token."""
+        self._matcher.reset()
+
+    def advance(self, token: int) -> None:
+        """Append a token, which is allowed and ends nothing."""
+        self._matcher.consume_token(token)
+
+    def allowed(self) -> bytes:
+        """Return the allowed tokens as in ``AllowedSets``.
+
+        Raises:
+            ConstraintError: no token is allowed, or the grammar is too complex.
+        """
+        packed: bytes = self._matcher.compute_bitmask()[: self._bytes]
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).partition("\n")[0]
+            raise ConstraintError(
+                f"the constraint cannot be kept ({reason[:MAX_REASON]}): the tokenizer cannot write what it "
+                "asks for, or it is too complex"
+            )
+        return packed
+
+    def follow(self, guesses: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
+        """Return the guesses up to the first that is not allowed, and the sets in front of and behind each.
+
+        The place stays the same. Raises like ``allowed``.
+        """
+        ends = [number for number, token in enumerate(guesses) if token in self._stop]
+        guesses = guesses[: ends[0] if ends else None]
+        guesses = guesses[: self._matcher.validate_tokens(list(guesses))]
+        found = [self.allowed()]
+        for token in guesses:
+            self._matcher.consume_token(token)
+            found.append(self.allowed())
+        if guesses:
+            self._matcher.rollback(len(guesses))
+        return guesses, found
+
+
+def quoted(text: str) -> str:
+    """Return a text as a string of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
