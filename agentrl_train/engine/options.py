@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Transfer = Literal["memory", "nccl"]
+VLLM_SERVING = "agentrl_train.engine.vllm"
+"""Module of the process of a vLLM engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class ServingOptions:
     """See ``TorchEngine``."""
     deadline_s: float = 600.0
     """Deadline of one completion."""
-    module: str = "agentrl_train.engine.vllm"
+    module: str = VLLM_SERVING
     """Module that the process runs."""
 
     @property

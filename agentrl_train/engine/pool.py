@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.options import VLLM_SERVING, ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.torch import while_progress
@@ -72,7 +72,7 @@ class EnginePool:
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
-        self._vllm = options.module == ServingOptions.module
+        self._vllm = options.module == VLLM_SERVING
         self._transfer = options.transfer
         self._deadline_s = deadline_s
         self._start_s = start_s

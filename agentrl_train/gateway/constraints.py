@@ -93,7 +93,11 @@ def chosen(value: Any, tools: Sequence[ToolSpec], *, param: str = "tool_choice")
         held = value.get("function")
         name = held.get("name") if isinstance(held, Mapping) else value.get("name")
         return {"calls": "required", "tool": known(name, names, param=param)}
-    return refused(value, param=param)
+    raise InvalidRequest(
+        f"{param} = {value!r:.200} is not supported: use 'auto', 'none', 'required' or a tool, or "
+        f"{ignoring(param)}",
+        param=param,
+    )
 
 
 def known(name: Any, names: Collection[str], *, param: str) -> str:
@@ -101,15 +105,6 @@ def known(name: Any, names: Collection[str], *, param: str) -> str:
     if name not in names:
         raise InvalidRequest(f"{param} names the tool {name!r:.100}, which the request lacks", param=param)
     return str(name)
-
-
-def refused(value: Any, *, param: str) -> Any:
-    """Raise ``InvalidRequest`` for a value that has no effect."""
-    raise InvalidRequest(
-        f"{param} = {value!r:.200} is not supported: use 'auto', 'none', 'required' or a tool, or "
-        f"{ignoring(param)}",
-        param=param,
-    )
 
 
 def schema_of(format: Any, *, param: str) -> str | None:

@@ -124,6 +124,7 @@ class Session:
         self.closed = False
         self._sampler = sampler
         self._stated = stated
+        self._compiling = asyncio.Lock()
         self._answers: dict[Call, asyncio.Task[None]] = {}
         self._waiting: dict[Call, int] = {}
         self._bodies: list[bytes] = []
@@ -238,9 +239,8 @@ class Session:
                     f"{most}: end the episode, shorten the messages, or raise engine.max_context",
                     param="messages",
                 )
-            tools, compiler = call.conversation.tools, constraints_of(self.chat)
-            # On a thread, because a grammar can take a second.
-            grammar = await asyncio.to_thread(compiler.grammar, constraint, tools, context=call.context)
+            async with self._compiling:  # in the order of the calls, in which the sampler draws their seeds
+                grammar = await self._grammar(call, constraint) if constraint else ""
             try:
                 completion = await self._sampler.complete(
                     call.context, max_new_tokens=limit, segment=call.conversation.number, grammar=grammar
@@ -262,6 +262,11 @@ class Session:
             self.recorder.fail(call)
             self._answers.pop(call, None)
             raise
+
+    async def _grammar(self, call: Call, constraint: Constraint) -> str:
+        """Return the grammar of an answer, made on a thread: the first one reads the whole vocabulary."""
+        compiler, tools = constraints_of(self.chat), call.conversation.tools
+        return await asyncio.to_thread(compiler.grammar, constraint, tools, context=call.context)
 
     async def _until_answered(self, call: Call, request: Request) -> None:
         """Return once a call is answered; it is lost if nobody waits for the answer any longer."""

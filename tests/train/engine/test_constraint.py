@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentrl_train.engine.constraint import Grammars
+from agentrl_train.engine.options import ServingOptions
+from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConstraintError
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
@@ -33,7 +35,12 @@ async def engine() -> AsyncIterator[TorchEngine]:
 
 
 async def complete(
-    engine: TorchEngine, key: str, *, grammar: str = GRAMMAR, prompt: list[int] = PROMPT, **options: float
+    engine: TorchEngine | EnginePool,
+    key: str,
+    *,
+    grammar: str = GRAMMAR,
+    prompt: list[int] = PROMPT,
+    **options: float,
 ) -> Completion:
     sampling = SamplingParams(**{"max_new_tokens": 40, "seed": 5, "grammar": grammar} | options)  # type: ignore[arg-type]
     return await engine.generate(prompt, sampling=sampling, session_key=key)
@@ -96,6 +103,14 @@ async def test_grammar_that_cannot_be_compiled_or_written_fails_its_request_alon
     assert len((await other).token_ids) == 10
     assert len((await complete(engine, "b", grammar=written, prompt=[5])).token_ids) == 10
     await engine.close()
+
+
+async def test_vllm_refuses_a_grammar_instead_of_ignoring_it() -> None:
+    options = ServingOptions(model="none", stop_token_ids=[STOP], max_sessions=1, max_context=100)
+    pool = EnginePool(options, replicas=0)
+    with pytest.raises(ConstraintError, match=r"engine\.kind = 'vllm'"):
+        await complete(pool, "a")
+    await pool.close()
 
 
 def test_sets_round_trip_through_json() -> None:
