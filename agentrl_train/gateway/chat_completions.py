@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,6 @@ from agentrl_train.gateway.recorder import Call
 from agentrl_train.tool_calls.grammars import Constraint
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
@@ -60,6 +59,8 @@ HARMLESS = frozenset(
 """Parameters that are not read: labels, hints to hosted models, and the seed, which the run draws."""
 SETTINGS = {"chat_template_kwargs": "model.template_kwargs", "stop_token_ids": "model.stop"}
 """Settings of the run that have the effect of a parameter."""
+MOST_CHOICES = 128
+"""Largest ``n``, as in OpenAI's API."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -139,6 +140,7 @@ class ChatRequest(SamplingFields):
     tools: list[_Tool] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -254,10 +256,10 @@ def finish_reason(call: Call, *, cut: bool) -> str:
     return "length" if cut else "stop"
 
 
-def usage(call: Call) -> dict[str, int]:
-    """Return the token counts of a call."""
-    assert call.completion is not None
-    prompt, sampled = len(call.context), len(call.completion.token_ids)
+def usage(calls: Sequence[Call]) -> dict[str, int]:
+    """Return the token counts of the calls of a request, which have one prompt."""
+    prompt = len(calls[0].context)
+    sampled = sum(len(call.completion.token_ids) for call in calls if call.completion)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -265,61 +267,69 @@ class ChatAnswer:
     """The answer to a request, whole or in chunks.
 
     Args:
-        call: the answered call.
+        calls: the answered calls, one for each choice.
         request: the request.
         chat: chat format of the policy.
         created: Unix time.
     """
 
-    def __init__(self, call: Call, *, request: ChatRequest, chat: ChatFormat, created: int) -> None:
-        assert call.completion is not None
-        self._call = call
+    def __init__(
+        self, calls: Sequence[Call], *, request: ChatRequest, chat: ChatFormat, created: int
+    ) -> None:
+        self._calls = calls
         self._request = request
         self._chat = chat
-        self._head = {"id": f"chatcmpl-{call.uid}", "created": created, "model": request.model}
+        self._head = {"id": f"chatcmpl-{calls[0].uid}", "created": created, "model": request.model}
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer."""
-        message: dict[str, Any] = self._call.message.wire() | {"refusal": None}
-        if not self._call.message.tool_calls:  # null is for calls alone, and programs read the text
-            message["content"] = self._call.message.content or ""
-        if self._call.thought is not None:
-            message["reasoning_content"] = self._call.thought
-        choice = {"index": 0, "message": message, **self._tokens(), "finish_reason": self._reason}
-        body = {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(self._call)}
+        choices = [self._choice(index, call) for index, call in enumerate(self._calls)]
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(self._calls)}
         if self._request.return_token_ids:
-            body["prompt_token_ids"] = list(self._call.context)
+            body["prompt_token_ids"] = list(self._calls[0].context)
         return body
 
+    def _choice(self, index: int, call: Call) -> dict[str, Any]:
+        message: dict[str, Any] = call.message.wire() | {"refusal": None}
+        if not call.message.tool_calls:  # null is for calls alone, and programs read the text
+            message["content"] = call.message.content or ""
+        if call.thought is not None:
+            message["reasoning_content"] = call.thought
+        reason = finish_reason(call, cut=call.cut)
+        return {"index": index, "message": message, **self._tokens(call), "finish_reason": reason}
+
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the answer in chunks: thought, content, calls, end, and the token counts if asked for."""
-        message = self._call.message
-        yield self._chunk({"role": "assistant", "content": ""})
-        if self._call.thought is not None:
-            yield self._chunk({"reasoning_content": self._call.thought})
-        if message.content:
-            yield self._chunk({"content": message.content})
-        for number, call in enumerate(message.tool_calls or ()):
-            yield self._chunk({"tool_calls": [{"index": number, **call.model_dump()}]})
-        last = self._chunk({}, reason=self._reason)
-        last["choices"][0] |= self._tokens()
-        if self._request.return_token_ids:
-            last["prompt_token_ids"] = list(self._call.context)
-        yield last
+        """Yield the choices in chunks, one after another, and the token counts if asked for."""
+        for index, call in enumerate(self._calls):
+            yield from self._chunks(index, call)
         if self._request.stream_options and self._request.stream_options.include_usage:
-            yield self._chunk(None) | {"usage": usage(self._call)}
+            yield self._chunk(0, None) | {"usage": usage(self._calls)}
 
-    @property
-    def _reason(self) -> str:
-        return finish_reason(self._call, cut=self._call.cut)
+    def _chunks(self, index: int, call: Call) -> Iterator[dict[str, Any]]:
+        """Yield a choice in chunks: thought, content, calls and end."""
+        message = call.message
+        yield self._chunk(index, {"role": "assistant", "content": ""})
+        if call.thought is not None:
+            yield self._chunk(index, {"reasoning_content": call.thought})
+        if message.content:
+            yield self._chunk(index, {"content": message.content})
+        for number, one in enumerate(message.tool_calls or ()):
+            yield self._chunk(index, {"tool_calls": [{"index": number, **one.model_dump()}]})
+        last = self._chunk(index, {}, reason=finish_reason(call, cut=call.cut))
+        last["choices"][0] |= self._tokens(call)
+        if self._request.return_token_ids:
+            last["prompt_token_ids"] = list(call.context)
+        yield last
 
-    def _chunk(self, delta: dict[str, Any] | None, *, reason: str | None = None) -> dict[str, Any]:
-        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": reason}]
+    def _chunk(
+        self, index: int, delta: dict[str, Any] | None, *, reason: str | None = None
+    ) -> dict[str, Any]:
+        choices = [] if delta is None else [{"index": index, "delta": delta, "finish_reason": reason}]
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
-    def _tokens(self) -> dict[str, Any]:
-        """Return what the request asks for about the tokens of the answer."""
-        completion = self._call.completion
+    def _tokens(self, call: Call) -> dict[str, Any]:
+        """Return what the request asks for about the tokens of a choice."""
+        completion = call.completion
         assert completion is not None
         found: dict[str, Any] = {"logprobs": None}
         if self._request.logprobs:

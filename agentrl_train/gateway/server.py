@@ -19,6 +19,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
+    Coroutine,
     Hashable,
     Iterable,
     Iterator,
@@ -140,16 +141,17 @@ class Session:
         stop: tuple[str, ...],
         constraint: Constraint,
         request: Request,
+        choice: int = 0,
     ) -> Call:
-        """Return the answered call of a request.
+        """Return the answered call of a request, or of one of its choices.
 
         Raises:
             GatewayError: there is no answer.
         """
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        options: Hashable = (limit, stop, constraint, request.url.path)
+        options: Hashable = (limit, stop, constraint, choice, request.url.path)
         body = await request.body()
-        if body in self._bodies:
+        if not choice and body in self._bodies:
             await asyncio.sleep(NOTICE_S)
         agent = request.headers.get(AGENT_HEADER)
         self._raise_if_closed()
@@ -433,15 +435,19 @@ class Gateway:
         asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
         session.check_sampling(asked)
         messages = [message.message() for message in asked.messages]
-        call = await session.answer(
-            messages,
-            asked.specs,
-            limit=asked.limit,
-            stop=asked.stops,
-            constraint=asked.constraint,
-            request=request,
-        )
-        answer = ChatAnswer(call, request=asked, chat=session.chat, created=int(time.time()))
+        calls = [
+            session.answer(
+                messages,
+                asked.specs,
+                limit=asked.limit,
+                stop=asked.stops,
+                constraint=asked.constraint,
+                choice=choice,
+                request=request,
+            )
+            for choice in range(asked.n or 1)
+        ]
+        answer = ChatAnswer(await _all(calls), request=asked, chat=session.chat, created=int(time.time()))
         if not asked.stream:
             return JSONResponse(answer.body())
         lines = (f"data: {json.dumps(chunk)}\n\n" for chunk in answer.chunks())
@@ -501,6 +507,16 @@ class Gateway:
         if name := request.path_params.get("model"):
             return JSONResponse(model | {"id": name})
         return JSONResponse({"object": "list", "data": [model]})
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, Call]]) -> list[Call]:
+    """Return the answers of all choices. If one fails, the others are lost."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _parsed(

@@ -1,6 +1,7 @@
 """The gateway's API over HTTP, in front of a scripted engine."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -102,6 +103,22 @@ async def test_calls_are_answered_and_the_conversation_is_one_segment() -> None:
     assert len(segments) == 1
 
 
+async def test_each_choice_is_a_segment_and_the_program_goes_on_from_one_of_them() -> None:
+    said = itertools.count()
+    engine = ScriptedEngine(CHAT, lambda *_: Message.assistant(f"choice {next(said)}"))
+    async with opened(engine) as (client, session, _):
+        body = await chat(client, HELLO, n=3)
+        choices = [choice["message"] for choice in body["choices"]]
+        await chat(client, HELLO, choices[1], HELLO)
+        turns, segments = session.recorder.rollout()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [choice["content"] for choice in choices] == ["choice 0", "choice 1", "choice 2"]
+    assert body["usage"]["completion_tokens"] == sum(len(one.completion.token_ids) for one in turns[:3])
+    assert [turn.segment for turn in turns] == [0, 1, 2, 1]
+    assert len(segments) == 3
+    assert len({tuple(turn.prompt_ids) for turn in turns[:3]}) == 1
+
+
 async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
     said = Message.assistant("down we go", ToolCall.of("down", n=1), ToolCall.of("down", call_id="b", n=2))
     async with opened(ScriptedEngine(CHAT, always(said))) as (client, *_):
@@ -126,7 +143,7 @@ async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
     [
         ({"temperature": 0.2}, "temperature = 0.2 differs"),
         ({"top_p": 0.9}, "engine.top_p"),
-        ({"n": 2}, "n = 2"),
+        ({"n": 0}, "n: "),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"response_format": {"type": "xml"}}, "response_format of type 'xml'"),
