@@ -323,3 +323,28 @@ class Drafts:
             guessed.append(token)
             before = (*before[1:], token)
         return guessed
+
+
+CALL_COLUMNS = 160
+"""Cost of one more call of the attention on a CPU, in padded columns of a sequence."""
+
+
+def joined(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) -> list[Group]:
+    """Return calls of the attention with adjacent sequences that decode in one, if one call costs less."""
+    groups: list[Group] = []
+    for call, decodes in zip(calls, decoding, strict=True):
+        last = groups[-1] if groups else None
+        if last is not None and decodes and last.end == call.begin and (not on_cpu or _pays(last, call)):
+            last.end, last.length = call.end, max(last.length, call.length)
+            last.slots, last.counts = [*last.slots, *call.slots], [*last.counts, *call.counts]
+        else:
+            groups.append(call)
+    return groups
+
+
+def _pays(group: Group, call: Group) -> bool:
+    """Return whether one call for a group and one more sequence costs less than two calls on a CPU."""
+    if call.slots[0] != group.slots[-1] + 1:
+        return False
+    size = len(group.slots)
+    return (size + 1) * max(group.length, call.length) <= size * group.length + call.length + CALL_COLUMNS

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentrl_train.errors import ConstraintError
@@ -168,3 +170,12 @@ class Matcher:
 def quoted(text: str) -> str:
     """Return a text as a string of a grammar."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def unpacked(sets: Sequence[bytes], vocabulary: int) -> torch.Tensor:
+    """Return sets of tokens, packed as in ``AllowedSets``, as booleans [sets, vocabulary]; b"" has all."""
+    found = np.ones((len(sets), vocabulary), dtype=bool)
+    for row, packed in zip(found, sets, strict=True):
+        if packed:
+            row[:] = np.unpackbits(np.frombuffer(packed, np.uint8), count=vocabulary, bitorder="little")
+    return torch.from_numpy(found)

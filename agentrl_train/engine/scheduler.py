@@ -1,4 +1,4 @@
-"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing and drafts."""
+"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing, drafts and sampling."""
 
 from __future__ import annotations
 
@@ -8,14 +8,108 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from agentrl_train.engine.cache import ATTENTION, Drafts, Group, Pass, PrefixIndex, SlotCache, shared_prefix
-from agentrl_train.engine.constraint import Matcher
-from agentrl_train.engine.sampling import Truncation, sample, unpacked
+from agentrl_train.engine.cache import (
+    ATTENTION,
+    Drafts,
+    Group,
+    Pass,
+    PrefixIndex,
+    SlotCache,
+    joined,
+    shared_prefix,
+)
+from agentrl_train.engine.constraint import Matcher, unpacked
+from agentrl_train.engine.truncation import Truncation
 from agentrl_train.errors import ConstraintError
 from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
+
+BLOCK = 256
+"""Weights of a block."""
+SINGLE_BLOCK = 4096
+"""Number of weights up to which blocks do not pay."""
+LARGEST_UNIFORM = 1 - 2**-30
+"""Keeps a draw off the weights of zero at the end of a block, where rounding would lead it to."""
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperatures: torch.Tensor,
+    uniforms: torch.Tensor,
+    truncation: Truncation | None = None,
+    allowed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row by inverse transform sampling.
+
+    The sample of a row depends only on its own uniform number, not on the rest of the batch.
+
+    Args:
+        logits: [rows, vocabulary].
+        temperatures: [rows]; 0 is greedy, and the log-probability is then that of temperature 1.
+        uniforms: [rows], in [0, 1).
+        truncation: which tokens are left out.
+        allowed: tokens that a constraint allows, [rows, vocabulary]; the others are left out before
+            ``truncation``. None allows all.
+
+    Returns:
+        Token ids [rows] and their log-probabilities [rows], float32, among the tokens that are kept.
+    """
+    greedy = temperatures == 0
+    scaled = logits.float()
+    if not bool((temperatures == 1).all()):
+        scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
+    if allowed is not None:
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
+    if truncation is not None:
+        scaled = truncation.apply(scaled)
+    largest, best = scaled.max(dim=-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    drawn, total = draw(weights, uniforms[:, None].double())
+    tokens = torch.where(greedy[:, None], best, drawn)
+    logprobs = scaled.gather(-1, tokens) - largest - total.log().float()
+    return tokens[:, 0], logprobs[:, 0]
+
+
+def truncated(sampling: SamplingParams) -> bool:
+    """Return whether a request leaves out improbable tokens."""
+    return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an index of each row, drawn in proportion to its weight, and the sum of the row.
+
+    Many weights are summed by blocks, and one by one only in the block that the draw falls into, because
+    cumulative sums need float64, in which float32 loses no tail, and that is slow for a whole vocabulary.
+
+    Args:
+        weights: [rows, size], not negative.
+        uniforms: [rows, 1], float64 in [0, 1).
+
+    Returns:
+        Indices [rows, 1] and sums [rows, 1] in float64.
+    """
+    rows, size = weights.shape
+    if size <= SINGLE_BLOCK:
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        found = torch.searchsorted(cumulative, uniforms * total, right=True)
+        return found.clamp_(max=size - 1), total
+    blocks = F.pad(weights, (0, -size % BLOCK)).view(rows, -1, BLOCK)
+    sums = blocks.sum(dim=-1)
+    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = uniforms * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
+    share = sums.gather(1, block).double()
+    within = 1 - (cumulative.gather(1, block) - target) / share
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    column, _ = draw(inside, within.clamp_(0, LARGEST_UNIFORM))
+    return block * BLOCK + column, total
+
 
 PASS_TOKENS = 4096
 """Token budget of a pass; sequences beyond it wait for the next one."""
@@ -23,8 +117,6 @@ CHUNK_CELLS = 2**22
 """Budget of queries times keys of one sequence in a pass; longer contexts are prefilled in chunks."""
 SHORTEST_SHARE = 16
 """Tokens that a prefix must have in common for one sequence to wait until another has cached it."""
-CALL_COLUMNS = 160
-"""Cost of one more call of the attention on a CPU, in padded columns of a sequence."""
 SHORTEST_VIEW = 64
 """Minimum attention width with fixed shapes; it doubles as a sequence grows."""
 FIXED_ROWS = 16
@@ -391,7 +483,7 @@ class Scheduler:
                 logits,
                 temperatures=torch.tensor([one.temperature for one in sampling], device=self._device),
                 uniforms=torch.tensor(uniforms, device=self._device),
-                truncation=Truncation.of(sampling, self._device),
+                truncation=Truncation.of(sampling, self._device) if any(map(truncated, sampling)) else None,
                 allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
             )
             tokens, logprobs = drawn.tolist(), scores.tolist()
@@ -453,30 +545,19 @@ class Scheduler:
                     view=False,
                 )
             ]
-        groups: list[Group] = []
-        for part, begin, end in zip(parts, begins.tolist(), begins.tolist()[1:], strict=False):
-            slot, count, length = part.sequence.slot, end - begin, len(part.sequence.cached) + end - begin
-            last = groups[-1] if groups else None
-            if (
-                last is not None
-                and len(part.pending) == 1
-                and last.end == begin
-                and self._join(last, slot, length)
-            ):
-                last.end, last.length = end, max(last.length, length)
-                last.slots, last.counts = [*last.slots, slot], [*last.counts, count]
-            else:
-                groups.append(Group(begin=begin, end=end, slots=[slot], counts=[count], length=length))
-        return groups
-
-    def _join(self, group: Group, slot: int, length: int) -> bool:
-        """Return whether one call for a group and one more sequence costs less than two calls."""
-        if self._device.type != "cpu":
-            return True
-        if slot != group.slots[-1] + 1:
-            return False
-        size = len(group.slots)
-        return (size + 1) * max(group.length, length) <= size * group.length + length + CALL_COLUMNS
+        calls = [
+            Group(
+                begin=begin,
+                end=end,
+                slots=[part.sequence.slot],
+                counts=[end - begin],
+                length=len(part.sequence.cached) + end - begin,
+            )
+            for part, begin, end in zip(parts, begins.tolist(), begins.tolist()[1:], strict=False)
+        ]
+        return joined(
+            calls, decoding=[len(part.pending) == 1 for part in parts], on_cpu=self._device.type == "cpu"
+        )
 
     def _count_prefilled(self, part: _Part) -> None:
         known, count = len(part.sequence.cached), len(part.pending) - part.samples
@@ -516,24 +597,3 @@ class Scheduler:
         self.num_abandoned += len(request.token_ids)
         if request.failed is not None:
             request.failed(error)
-
-
-@torch.inference_mode()
-def independent_rows(model: PreTrainedModel, *, wanted: int = FIXED_ROWS) -> int:
-    """Return how many rows may share a pass: ``wanted`` if position and neighbours change no bit, else 1.
-
-    Each token of a batch is tried at every position.
-    """
-    device = next(model.parameters()).device
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    tokens = torch.arange(wanted, device=device) * 7919 % vocabulary
-    head = model.get_output_embeddings()
-
-    def logits(shift: int) -> torch.Tensor:
-        hidden = model.base_model(input_ids=tokens.roll(shift)[:, None], use_cache=False)[0]
-        rolled: torch.Tensor = head(hidden[:, -1]).log_softmax(-1)
-        return rolled.roll(-shift, dims=0)
-
-    first = logits(0)
-    same = all(torch.equal(first, logits(shift)) for shift in range(1, wanted))
-    return wanted if same else 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler, independent_rows
-from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler
+from agentrl_train.engine.torch import TorchEngine, independent_rows
 from agentrl_train.types import Completion, SamplingParams
 from tests.tiny_models import make_model
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentrl_train.engine.sampling import SINGLE_BLOCK, draw, sample
-from agentrl_train.engine.scheduler import Scheduler
+from agentrl_train.engine.scheduler import SINGLE_BLOCK, Scheduler, draw, sample
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
