@@ -31,16 +31,19 @@ def context(wheels, wheelhouse):
     return wheels
 
 
-def build(client, role, context, **options):
-    """Build the image of a role and return its name."""
-    name = f"agentrl-{role}:{__version__}"
-    dockerfile = str(ROOT / f"release/images/{role}.Dockerfile")
-    client.images.build(path=str(context), dockerfile=dockerfile, tag=name, rm=True, forcerm=True, **options)
-    return name
-
-
 def build_offline(client, role, context):
-    return build(client, role, context, network_mode="none", buildargs={"PIP_NO_INDEX": "1", "EXTRAS": ""})
+    """Build the image of a role without its extras and return its name."""
+    name = f"agentrl-{role}:{__version__}"
+    client.images.build(
+        path=str(context),
+        dockerfile=str(ROOT / f"release/images/{role}.Dockerfile"),
+        tag=name,
+        rm=True,
+        forcerm=True,
+        network_mode="none",
+        buildargs={"PIP_NO_INDEX": "1", "EXTRAS": ""},
+    )
+    return name
 
 
 @contextmanager
@@ -79,6 +82,7 @@ def test_server_serves_published_tasks_by_name(client, base, context, nothing_le
         assert session.step(ToolCall.of("look", place="sofa")).reward == 0
 
 
+@pytest.mark.extended
 def test_controller_places_sessions_on_a_server_of_the_other_image(client, base, context, nothing_left):
     controller = build_offline(client, "controller", context)
     server = build_offline(client, "server", context)
@@ -90,14 +94,3 @@ def test_controller_places_sessions_on_a_server_of_the_other_image(client, base,
         until(lambda: "shop" in fleet.tasks(), "the server joins")
         with fleet.open("shop", seed=1) as session:
             assert session.status == "running"
-
-
-@pytest.mark.extended  # downloads and unpacks PyTorch
-def test_trainer_trains_on_published_tasks(client, base, wheels, nothing_left, tmp_path):
-    image = build(client, "trainer", wheels, network_mode="host")
-    tmp_path.chmod(0o777)
-    settings = ("run.steps=1", "eval.samples=0", "rollout.groups_per_step=3", "rollout.group_size=2")
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    volume = {str(tmp_path): {"bind": "/work", "mode": "rw"}}
-    client.containers.run(image, ["quickstart", *arguments], volumes=volume, remove=True, init=True)
-    assert (tmp_path / "runs/quickstart/summary.json").is_file()
