@@ -1,6 +1,6 @@
 // The servers and their load; the tasks and their tools.
 
-import { call, poll } from "./api.js";
+import { attempt, call, poll } from "./api.js";
 import { count, duration, h, number, reconcile, table } from "./dom.js";
 
 const TASKS_S = 10;
@@ -97,10 +97,26 @@ function tasksOf(server) {
   return h("td", { class: "extra wrap", title: server.tasks.join(", ") }, text);
 }
 
+/** Host and process, by which people know a server, and the beginning of its id. */
+function nameOf({ place, server_id: id }) {
+  return h("th", { scope: "row", title: id }, place || id.slice(0, 8),
+    h("div", { class: "faint" }, h("code", {}, id.slice(0, 8))));
+}
+
+/** Keep new sessions away from a server, or let them in again. */
+function drainButton({ server_id: id, place, stale }) {
+  const words = stale ? "Resume" : "Drain";
+  const button = h("button", { type: "button", class: "quiet small", "aria-label": `${words} ${place || id}` }, words);
+  button.addEventListener("click", () => attempt(() => call("v1/fleet/drain", {
+    method: "POST", body: JSON.stringify({ server_id: id, draining: !stale }),
+  })));
+  return button;
+}
+
 /** A lost server, which stays in sight for some minutes. */
 function lostCells(server) {
   return [
-    h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
+    nameOf(server),
     h("td", {}, `${count(server.open, "session")} at its loss`),
     h("td", {}, h("span", { class: "badge failed_environment" }, "lost"),
       h("div", { class: "faint" }, `${duration(server.lost_s)} ago: ${server.reason}`)),
@@ -113,12 +129,12 @@ function lostCells(server) {
 
 function serverCells(server, fleet) {
   const stepsOf = (one) => one.servers.find(({ server_id: id }) => id === server.server_id)?.steps;
-  const state = server.draining ? ["draining", "truncated_time"] : ["ok", "completed"];
+  const state = server.draining || server.stale ? ["draining", "truncated_time"] : ["ok", "completed"];
   const heard = server.heard_s < 1 ? "now" : `${duration(server.heard_s)} ago`;
   return [
-    h("th", { scope: "row" }, h("code", {}, server.server_id), h("div", { class: "faint" }, server.place)),
+    nameOf(server),
     h("td", {}, load(server)),
-    h("td", {}, h("span", { class: `badge ${state[1]}` }, state[0])),
+    h("td", {}, h("span", { class: `badge ${state[1]}` }, state[0]), " ", drainButton(server)),
     h("td", { class: "number extra" }, perSecond(fleet.rate(stepsOf))),
     tasksOf(server),
     h("td", { class: "extra" }, heard),

@@ -10,10 +10,11 @@ const STATUSES = [
 ];
 
 export function sessions(root, { query, signal }) {
-  const filter = { task: query.get("task") ?? "", status: query.get("status") ?? "" };
+  const filter = { task: query.get("task") ?? "", status: query.get("status") ?? "", search: query.get("search") ?? "" };
   const tasks = select([["", "all tasks"]], "");
   const named = STATUSES.map((status) => [status, status.replaceAll("_", " ")]);
   const statuses = select([["", "every status"], ...named], filter.status);
+  const search = h("input", { type: "search", placeholder: "id, task, index or seed", value: filter.search });
   const rows = table("Sessions", [
     ["Session"], ["Task"], ["Status"], ["Turn", "number"], ["Reward", "number"], ["Age", "number extra"],
     ["Idle", "number extra"], ["Sample", "extra"], ["Server", "extra"],
@@ -46,7 +47,7 @@ export function sessions(root, { query, signal }) {
     poll(load, LIST_S, AbortSignal.any([signal, refresh.signal]));
   };
   const change = () => {
-    Object.assign(filter, { task: tasks.value, status: statuses.value });
+    Object.assign(filter, { task: tasks.value, status: statuses.value, search: search.value.trim() });
     const kept = new URLSearchParams(Object.entries(filter).filter(([, value]) => value));
     history.replaceState(null, "", `#/sessions?${kept}`);
     pages.length = 1;
@@ -54,12 +55,13 @@ export function sessions(root, { query, signal }) {
   };
   tasks.addEventListener("change", change);
   statuses.addEventListener("change", change);
+  search.addEventListener("change", change);
   newer.addEventListener("click", () => { pages.pop(); reload(); });
   older.addEventListener("click", () => { pages.push(next); older.disabled = true; reload(); });
   root.append(
     h("h2", {}, "Sessions"),
     h("div", { class: "controls" },
-      field("Task", tasks), field("Status", statuses), h("div", { class: "buttons" }, newer, older)),
+      field("Task", tasks), field("Status", statuses), field("Search", search), h("div", { class: "buttons" }, newer, older)),
     total, rows.element,
   );
   offerTasks(tasks, filter.task, signal);
@@ -88,7 +90,7 @@ function sessionCells(row) {
       h("a", { href: `#/session/${encodeURIComponent(row.session_id)}`, title: row.session_id },
         row.session_id.split(".").at(-1).slice(0, 10))),
     h("td", { class: "wrap" }, row.task),
-    h("td", {}, badge(row.status)),
+    h("td", {}, badge(row.status), row.error ? h("div", { class: "error wrap" }, row.error) : null),
     h("td", { class: "number" }, String(row.turn)),
     h("td", { class: "number" }, number(row.reward)),
     h("td", { class: "number extra" }, duration(row.age_s)),
