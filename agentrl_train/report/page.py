@@ -109,9 +109,9 @@ def read_run(folder: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """Return the page."""
-    sections = (_header, results, task_metrics, _curves, _efficiency)
-    sections += (_comparisons, _training_episodes, _config)
-    body = "\n".join(part for part in (section(run) for section in sections) if part)
+    numbers = (_header, results, task_metrics, _curves, _efficiency)
+    texts = (_comparisons, _training_episodes, _config)
+    body = "\n".join(part for part in (section(run) for section in (*numbers, *texts)) if part)
     return document(run.name, body)
 
 

@@ -146,11 +146,19 @@ def _wrong(error: ValueError) -> Response:
 
 def _filter(given: Mapping[str, str]) -> Filter:
     """Return the filter of a query. Raises ``ValueError`` for a bound that is not a number."""
-    bounds = {"lowest": -math.inf, "highest": math.inf, "first_step": -math.inf, "last_step": math.inf}
+
+    def bound(name: str, default: float) -> float:
+        return float(given.get(name) or default)
+
     return Filter(
-        **{name: given.get(name, "") for name in ("task", "kind", "outcome")},
+        task=given.get("task", ""),
+        kind=given.get("kind", ""),
+        outcome=given.get("outcome", ""),
         order=given.get("order") or "newest",
-        **{name: float(given.get(name) or default) for name, default in bounds.items()},
+        lowest=bound("lowest", -math.inf),
+        highest=bound("highest", math.inf),
+        first_step=bound("first_step", -math.inf),
+        last_step=bound("last_step", math.inf),
     )
 
 
