@@ -48,6 +48,7 @@ LAYERS = {
         {"hosting"},
         {"fleet"},
         {"evaluation"},
+        {"users"},
         {"testing"},
         {"cli"},
         {"__main__"},

@@ -78,6 +78,8 @@ class TurnRecord(_Frozen):
     environment_s: float | None = None
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
+    info: dict[str, Any] = Field(default_factory=dict)
+    """The environment's notes that the model does not see, such as the hidden part of a user."""
 
 
 class EpisodeRecord(_Frozen):

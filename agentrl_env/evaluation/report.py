@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl_env.client.formatting import format_call, message_text
 from agentrl_env.evaluation.record import EpisodeRecord, EvaluationError, EvaluationRun, TurnRecord
 from agentrl_env.evaluation.summary import Estimate, Latency, Summary
-from agentrl_env.types import Message
+from agentrl_env.types import FunctionCall, Message, ToolCall
 
 LONGEST_TEXT = 20_000
 """Characters of a message that are shown."""
@@ -177,7 +177,21 @@ def _turn(turn: TurnRecord) -> str:
     facts += [f"reward {turn.reward:+g}"] if turn.reward else []
     thought = f"<details><summary>thought</summary><pre>{_text(turn.thought)}</pre></details>"
     said = _message(turn.action, facts, thought if turn.thought else "")
-    return said + "".join(map(_message, turn.messages))
+    return said + "".join(map(_message, turn.messages)) + _user(turn.info.get("user"))
+
+
+def _user(hidden: object) -> str:
+    """Return the part of a user that the model does not see: instructions, thoughts and its own calls."""
+    if not isinstance(hidden, Mapping):
+        return ""
+    parts = [str(hidden["instructions"])] if hidden.get("instructions") else []
+    for message in hidden.get("messages", ()):
+        parts += [f"thought: {message['thought']}"] if message.get("thought") else []
+        for made in message.get("calls", ()):
+            call = ToolCall(id="", function=FunctionCall.model_validate(made["call"]))
+            parts.append(f"{format_call(call)}: {made['answer']}")
+    text = "\n".join(parts)
+    return f"<details><summary>user, hidden</summary><pre>{_text(text)}</pre></details>" if parts else ""
 
 
 def _message(message: Message, facts: Sequence[str] = (), before: str = "") -> str:

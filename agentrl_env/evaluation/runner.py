@@ -286,6 +286,7 @@ def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRec
         environment_s=seconds,
         messages=result.messages,
         reward=result.reward,
+        info=result.info,
     )
 
 
