@@ -109,8 +109,10 @@ class OwnTools:
             answer = getattr(self.owner, found.attribute)(**found.arguments.parse(call.function.arguments))
             if inspect.isawaitable(answer):
                 answer = await answer
-        except (ArgumentError, ToolError) as error:
+        except ArgumentError as error:
             answer = f"Error: {error}."
+        except ToolError as error:
+            answer = str(error)
         if not isinstance(answer, str):
             raise DefinitionError(f"the user's tool {name}() returned {type(answer).__name__}; return a str")
         return UserCall(call=call, answer=answer)

@@ -1,0 +1,410 @@
+"""The problems: what a customer wants, how the desk should answer, and what the customer must be told."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import NamedTuple
+
+from .records import (
+    COLOURS,
+    DELIVERED,
+    PENDING,
+    SHIPPED,
+    SHOP,
+    SIZES,
+    TODAY,
+    cents,
+    draw_address,
+    last_day,
+    money,
+)
+from .tools import SupportTools
+
+NUM_SAMPLES = {"train": 10_000, "test": 1_000}
+LEVELS = (1, 2, 3)
+HELD_OUT = 4
+"""Every so many customers one is in the test split."""
+SPARE = 8
+"""Samples of a customer that are drawn at a time."""
+REASONS = {
+    "no longer needed": "I no longer need it.",
+    "ordered by mistake": "I ordered it by mistake.",
+    "found cheaper elsewhere": "I found it cheaper in another shop.",
+    "takes too long": "The delivery takes too long for me.",
+}
+KINDS = {
+    1: ("cancel", "address", "return", "late", "shipped"),
+    2: ("cancel", "address", "return", "change", "exchange", "late", "shipped"),
+    3: ("cancel", "address", "return", "change", "exchange", "late", "shipped", "default"),
+}
+STATUS = {"cancel": PENDING, "address": PENDING, "change": PENDING, "shipped": SHIPPED}
+OPENINGS = {
+    "cancel": ("I would like to cancel {order}.", "Please cancel {order}."),
+    "shipped": ("I would like to cancel {order}.", "Please cancel {order}."),
+    "address": ("{Order} should go to another address.", "Please send {order} to another address."),
+    "return": ("I would like to send back {items}.", "Please take back {items}."),
+    "late": ("I would like to send back {items}.", "Please take back {items}."),
+    "change": (
+        "I would like another variant of the {name} in the order that I am waiting for.",
+        "Please change the {name} in my open order to another variant.",
+    ),
+    "exchange": (
+        "I would like to exchange the {name} that I received for another variant.",
+        "The {name} that I received is not right. Please exchange it for another variant.",
+    ),
+    "default": ("I have moved. Please change the address of my account.", "Please update my own address."),
+}
+ASK = {
+    "identity": "What is your email address? Or else tell me your name and postcode.",
+    "reason": "Why would you like to cancel the order with the {name}?",
+    "address": "What is the new address{suffix}?",
+    "variant": "Which colour and size of the {name} would you like instead?",
+    "payment": "Should the amount for the {name} go to your card or to your gift card?",
+}
+
+
+class Step(NamedTuple):
+    """A move of the expert: a question for a fact, a call of a tool, or a message that settles a request."""
+
+    kind: str
+    text: str
+    given: dict
+
+
+class Request(NamedTuple):
+    """One request of the customer."""
+
+    opening: str
+    facts: dict[str, str]
+    """The customer's answers, by the topics that the desk asks for."""
+    steps: list[Step]
+    told: list[str]
+    """What the customer must be told: amounts and dates."""
+
+
+class Problem:
+    """A problem as an episode uses it, from its sample.
+
+    Args:
+        data: The data of a sample.
+    """
+
+    def __init__(self, data: dict) -> None:
+        self.data = data
+        self.level: int = data["level"]
+        self.customer = SHOP["customers"][data["customer"]]
+        self.identity = self._identity()
+        self.requests = [self._request(n, wish) for n, wish in enumerate(data["requests"])]
+
+    @property
+    def told(self) -> list[str]:
+        """All that the customer must be told."""
+        return [fact for request in self.requests for fact in request.told]
+
+    def changes(self) -> dict[str, dict]:
+        """Return the records as they should be at the end. Raises ToolError if a step is refused."""
+        desk = SupportTools()
+        desk.open_records()
+        for request in self.requests:
+            for step in request.steps:
+                if step.kind == "call":
+                    getattr(desk, step.text)(**step.given)
+        return desk.changes
+
+    def _identity(self) -> str:
+        first, last = self.customer["name"].values()
+        if self.data["by_name"]:
+            postcode = self.customer["address"]["postcode"]
+            return f"I do not have the email address at hand. I am {first} {last}, postcode {postcode}."
+        return f"My email address is {self.customer['email']}."
+
+    def _request(self, number: int, wish: dict) -> Request:
+        kind, style = wish["kind"], self.data["style"]
+        order = SHOP["orders"].get(wish.get("order", ""), {})
+        items = [item for item in order.get("items", ()) if item["item_id"] in wish.get("items", ())]
+        name = items[0]["name"] if items else ""
+        which = order["order_id"] if order and self.level == 1 else f"with the {name}"
+        goods = " and ".join(f"the {item['name']}" for item in items)
+        opening = OPENINGS[kind][style % 2].format(
+            order=f"order {which}" if self.level == 1 else f"the order {which}",
+            Order=f"Order {which}" if self.level == 1 else f"The order {which}",
+            items=f"{goods} from order {which}" if self.level == 1 else f"{goods} that I bought",
+            name=name,
+        )
+        facts = {"order": f"I do not know the number. It is the order with the {name}." if name else ""}
+        steps = self._lookups(number, order)
+        getattr(self, f"_{kind}")(wish, order, items, facts, steps)
+        told = [str(step.given["fact"]) for step in steps if step.kind == "tell" and "fact" in step.given]
+        facts = {topic: text for topic, text in facts.items() if text}
+        if self.level == 1:  # everything at once
+            facts["order"] = f"It is order {order['order_id']}."
+            steps = [step for step in steps if step.kind != "ask"]
+            rest = " ".join(text for topic, text in facts.items() if topic != "order")
+            opening = f"{opening} {rest} {self.identity}"
+        return Request(" ".join(opening.split()), facts, steps, told)
+
+    def _lookups(self, number: int, order: dict) -> list[Step]:
+        """Return the calls that find the customer, and the orders up to the right one."""
+        steps = []
+        if number == 0:
+            if self.data["by_name"]:
+                given = {"name": self.customer["name"], "postcode": self.customer["address"]["postcode"]}
+                find = Step("call", "find_customer_by_name", given)
+            else:
+                find = Step("call", "find_customer", {"email": self.customer["email"]})
+            steps = [Step("ask", ASK["identity"], {"topic": "identity"}), find]
+            if self.level > 1 or self.customer_needed(order):
+                given = {"customer_id": self.customer["customer_id"]}
+                steps.append(Step("call", "get_customer", given))
+        if order:
+            own = self.customer["orders"]
+            seen = own[: own.index(order["order_id"]) + 1] if self.level > 1 else [order["order_id"]]
+            steps += [Step("call", "get_order", {"order_id": one}) for one in seen]
+        return steps
+
+    def customer_needed(self, order: dict) -> bool:
+        """Return True if the desk must know more of the customer than the id: a member has more time."""
+        return order.get("status") == DELIVERED
+
+    def _cancel(self, wish, order, items, facts, steps):
+        facts["reason"] = REASONS[wish["reason"]]
+        total = money(sum(cents(item["price"]) for item in order["items"]))
+        name = items[0]["name"]
+        steps += [
+            Step("ask", ASK["reason"].format(name=name), {"topic": "reason"}),
+            Step("call", "cancel_order", {"order_id": order["order_id"], "reason": wish["reason"]}),
+            _tell(f"Order {order['order_id']} has been cancelled. You get back {total}.", total),
+        ]
+
+    def _shipped(self, wish, order, items, facts, steps):
+        facts["reason"] = REASONS[wish["reason"]]
+        when = order["expected_on"]
+        text = f"I cannot cancel order {order['order_id']}, because it is on its way. It arrives on {when}."
+        steps.append(_tell(text, when))
+
+    def _address(self, wish, order, items, facts, steps):
+        facts["address"] = f"The new address is {_written(wish['address'])}."
+        when, suffix = order["expected_on"], f" for the order with the {items[0]['name']}"
+        given = {"order_id": order["order_id"], "address": wish["address"]}
+        text = f"The address of order {order['order_id']} has been changed. It arrives on {when}."
+        steps += [
+            Step("ask", ASK["address"].format(suffix=suffix), {"topic": "address"}),
+            Step("call", "change_delivery_address", given),
+            _tell(text, when),
+        ]
+
+    def _return(self, wish, order, items, facts, steps):
+        total = money(sum(cents(item["price"]) for item in items))
+        given = {
+            "order_id": order["order_id"],
+            "item_ids": sorted(item["item_id"] for item in items),
+            "refund_to": self._payment(
+                wish, order, facts, steps, items[0]["name"], "The refund should go to"
+            ),
+        }
+        steps += [
+            Step("call", "return_items", given),
+            _tell(f"Your return has been registered. You get back {total}.", total),
+        ]
+
+    def _late(self, wish, order, items, facts, steps):
+        last = last_day(order, self.customer)
+        facts["payment"] = "The refund should go to my card."
+        steps.append(_tell(f"I cannot take that back: the last day for it was {last}.", last))
+
+    def _change(self, wish, order, items, facts, steps):
+        self._replaced("change_items", wish, order, items[0], facts, steps)
+
+    def _exchange(self, wish, order, items, facts, steps):
+        self._replaced("exchange_items", wish, order, items[0], facts, steps)
+
+    def _replaced(self, tool, wish, order, item, facts, steps):
+        product = SHOP["products"][item["product_id"]]
+        new = _wanted(product, item, wish["variant"])
+        facts["variant"] = _wish_text(wish["variant"])
+        difference = cents(new["price"]) - cents(item["price"])
+        steps.append(Step("ask", ASK["variant"].format(name=item["name"]), {"topic": "variant"}))
+        steps.append(Step("call", "get_product", {"product_id": product["product_id"]}))
+        payment = self._payment(wish, order, facts, steps, item["name"], "Please use")
+        replacement = {"item_id": item["item_id"], "new_item_id": new["item_id"]}
+        given = {"order_id": order["order_id"], "replacements": [replacement], "payment_id": payment}
+        amount = money(abs(difference))
+        verb = "pay" if difference > 0 else "get back"
+        done = "exchange has been registered" if tool == "exchange_items" else "order has been changed"
+        steps += [Step("call", tool, given), _tell(f"Your {done}. You {verb} {amount}.", amount)]
+
+    def _default(self, wish, order, items, facts, steps):
+        facts["address"] = f"The new address is {_written(wish['address'])}."
+        given = {"customer_id": self.customer["customer_id"], "address": wish["address"]}
+        steps += [
+            Step("ask", ASK["address"].format(suffix=" of your account"), {"topic": "address"}),
+            Step("call", "change_default_address", given),
+            Step("tell", "The address of your account has been changed.", {}),
+        ]
+
+    def _payment(self, wish, order, facts, steps, name, words) -> str:
+        """Return the id of the wanted payment method."""
+        facts["payment"] = f"{words} my {wish['payment']}."
+        steps.append(Step("ask", ASK["payment"].format(name=name), {"topic": "payment"}))
+        methods = self.customer["payment_methods"]
+        return next(method["payment_id"] for method in methods if method["kind"] == wish["payment"])
+
+
+def _tell(text: str, fact: str) -> Step:
+    return Step("tell", text, {"fact": fact})
+
+
+def _written(address: dict[str, str]) -> str:
+    return f"{address['street']}, {address['postcode']} {address['city']}"
+
+
+def _wanted(product: dict, item: dict, wish: dict) -> dict | None:
+    """Return the variant that a customer wants: the cheapest in stock that fits, if it is the only such."""
+    fitting = [
+        variant
+        for variant in product["variants"]
+        if variant["in_stock"]
+        and variant["item_id"] != item["item_id"]
+        and variant["colour"] == wish.get("colour", variant["colour"])
+        and variant["colour"] != wish.get("not_colour")
+        and variant["size"] == wish.get("size", variant["size"])
+    ]
+    fitting.sort(key=lambda variant: cents(variant["price"]))
+    if not fitting or (len(fitting) > 1 and fitting[0]["price"] == fitting[1]["price"]):
+        return None
+    return fitting[0]
+
+
+def _wish_text(wish: dict) -> str:
+    if "colour" in wish:
+        return f"I would like it in {wish['colour']} and in the size {wish['size']}."
+    if "size" in wish:
+        return f"In the size {wish['size']}, whichever colour is cheapest and in stock."
+    return f"Any size, but not in {wish['not_colour']}. The cheapest that you have in stock."
+
+
+class Problems:
+    """The samples of a split, all different. They take turns among the customers.
+
+    Args:
+        split: "train" or "test".
+        level: The level.
+    """
+
+    def __init__(self, split: str, level: int) -> None:
+        self._level, self._size = level, NUM_SAMPLES[split]
+        every = list(SHOP["customers"].values())
+        self._customers = [
+            customer
+            for number, customer in enumerate(every)
+            if (number % HELD_OUT == 0) == (split == "test") and _can_ask(customer)
+        ]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict:
+        index = range(self._size)[index]
+        number, place = divmod(index, len(self._customers))
+        return _samples(self._customers[place]["customer_id"], self._level, number)[number]
+
+
+_made: dict[tuple[str, int], list[dict]] = {}
+
+
+def _samples(name: str, level: int, number: int) -> list[dict]:
+    """Return the samples of a customer, up to the one with this number at least."""
+    made = _made.get((name, level), [])
+    if number < len(made):
+        return made
+    rng, made, seen = random.Random(f"{name} {level}"), [], set()
+    while len(made) < number + SPARE:
+        if (requests := _draw(SHOP["customers"][name], level, rng)) is None:
+            continue
+        data = {"level": level, "customer": name, "requests": requests}
+        if (key := json.dumps(data, sort_keys=True)) not in seen:
+            seen.add(key)
+            made.append({**data, "style": rng.randrange(2), "by_name": level > 1 and rng.random() < 0.5})
+    _made[name, level] = made
+    return made
+
+
+def _can_ask(customer: dict) -> bool:
+    """Return True if a customer has orders for endlessly many problems: a pending and a delivered one."""
+    orders = [SHOP["orders"][name] for name in customer["orders"]]
+    clear = {
+        order["status"] for order in orders if any(_is_unique(item, customer) for item in order["items"])
+    }
+    return {PENDING, DELIVERED} <= clear
+
+
+def _draw(customer: dict, level: int, rng: random.Random) -> list[dict] | None:
+    """Return requests that do not touch the same order; None if the customer has no orders for them."""
+    count = 1 if level < 3 else rng.randrange(2, 4)
+    orders = [SHOP["orders"][name] for name in customer["orders"]]
+    wishes: list[dict] = []
+    for kind in rng.sample(KINDS[level], count):
+        used = {wish.get("order") for wish in wishes}
+        free = [order for order in orders if order["order_id"] not in used and _suits(kind, order, customer)]
+        if kind == "default":
+            wishes.append({"kind": "default", "address": draw_address(rng)})
+            continue
+        if not free:
+            return None
+        wish = _fill(kind, rng.choice(free), customer, level, rng)
+        if wish is None:
+            return None
+        wishes.append(wish)
+    if all(wish["kind"] == "default" for wish in wishes):
+        return None
+    return wishes
+
+
+def _suits(kind: str, order: dict, customer: dict) -> bool:
+    if order["status"] != STATUS.get(kind, DELIVERED):
+        return False
+    if kind in ("return", "exchange", "late"):
+        return (last_day(order, customer) < TODAY.isoformat()) == (kind == "late")
+    return True
+
+
+def _fill(kind: str, order: dict, customer: dict, level: int, rng: random.Random) -> dict | None:
+    """Return a request about an order; None if it would not be clear or not possible."""
+    items = [item for item in order["items"] if _is_unique(item, customer)]
+    if not items:
+        return None
+    count = 1 if kind not in ("return", "late") else rng.randrange(1, len(items) + 1)
+    chosen = [items[n] for n in sorted(rng.sample(range(len(items)), count))]
+    wish = {"kind": kind, "order": order["order_id"], "items": [item["item_id"] for item in chosen]}
+    if kind in ("cancel", "shipped"):
+        return {**wish, "reason": rng.choice(list(REASONS))}
+    if kind == "address":
+        return {**wish, "address": draw_address(rng)}
+    if kind == "return":
+        return {**wish, "payment": rng.choice(("card", "gift card"))}
+    if kind == "late":
+        return wish
+    variant = _variant(level, rng)
+    new = _wanted(SHOP["products"][chosen[0]["product_id"]], chosen[0], variant)
+    if new is None or new["price"] == chosen[0]["price"]:
+        return None
+    gift = customer["payment_methods"][1]
+    covered = cents(new["price"]) - cents(chosen[0]["price"]) <= cents(gift["balance"])
+    payment = "gift card" if covered and rng.random() < 0.5 else "card"
+    return {**wish, "variant": variant, "payment": payment}
+
+
+def _is_unique(item: dict, customer: dict) -> bool:
+    """Return True if a customer has bought a product only once, so that its name tells the order."""
+    bought = [i["name"] for name in customer["orders"] for i in SHOP["orders"][name]["items"]]
+    return bought.count(item["name"]) == 1
+
+
+def _variant(level: int, rng: random.Random) -> dict:
+    """Return what a customer wants instead: one variant, or at level 3 a condition."""
+    if level < 3:
+        return {"colour": rng.choice(COLOURS), "size": rng.choice(SIZES)}
+    if rng.random() < 0.5:
+        return {"size": rng.choice(SIZES)}
+    return {"not_colour": rng.choice(COLOURS)}

@@ -1,0 +1,135 @@
+"""Support: its problems, its customers, and what the reward depends on."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env.hosting.loader import load_target
+from tests.env.evaluation.chat_server import ChatServer, completion
+from tests.environments.play import play
+
+Support = load_target(str(Path(__file__).parents[2] / "environments" / "support"))
+PACKAGE = Support.__module__.rpartition(".")[0]
+environment, problems, customer = (
+    sys.modules[f"{PACKAGE}.{name}"] for name in ("environment", "problems", "customer")
+)
+every_level = pytest.mark.parametrize("level", problems.LEVELS)
+
+
+@pytest.fixture
+async def client():
+    async with EnvClient.local(Support) as client:
+        yield client
+
+
+def split(level, name="test"):
+    return f"{name}-{level}" if level > 1 else name
+
+
+def index_of(level, *kinds):
+    """Return the first test problem with one of these kinds of request, and no other."""
+    samples = problems.Problems("test", level)
+    return next(i for i in range(200) if {w["kind"] for w in samples[i]["requests"]} <= set(kinds))
+
+
+@every_level
+async def test_expert_solves_every_kind_of_request_and_repeats(client, level):
+    kinds = set()
+    for index in range(30):
+        session = await client.open("support", split=split(level), index=index)
+        kinds |= {wish["kind"] for wish in session.sample.data["requests"]}
+        played = await play(session)
+        assert (played.reward, played.metrics["records"], played.metrics["told"]) == (1.0, 1.0, 1.0)
+        assert played.metrics["success"] == 1.0
+    assert kinds == set(problems.KINDS[level])
+    assert await play(await client.open("support", split=split(level), index=29)) == played
+
+
+@pytest.mark.slow
+@every_level
+async def test_two_hundred_episodes_of_the_expert_succeed_and_leave_nothing_behind(client, level):
+    for index in range(200):
+        async with await client.open("support", split=split(level, "train"), index=index) as session:
+            hidden = customer.instructions(problems.Problem(session.sample.data))
+            played = await play(session)
+            assert played.reward == 1.0
+            assert not any(hidden in text or "Only if you are asked" in text for text in played.transcript)
+
+
+@every_level
+def test_test_split_has_a_thousand_different_problems_of_customers_that_train_does_not_have(level):
+    test, train = problems.Problems("test", level), problems.Problems("train", level)
+    drawn = [test[index] for index in range(len(test))]
+    assert len({json.dumps([d["customer"], d["requests"]]) for d in drawn}) == len(drawn) == 1000
+    assert len(train) == 10_000
+    assert not {d["customer"] for d in drawn} & {train[index]["customer"] for index in range(500)}
+
+
+async def test_same_calls_without_the_required_fact_earn_nothing(client):
+    session = await client.open("support", index=index_of(1, "cancel"), split="test")
+    while not session.status.final:
+        move = await session.expert()
+        result = await session.step(move if move.tool_calls else "Your order has been cancelled.")
+    assert (result.reward, result.metrics["records"], result.metrics["told"]) == (0.0, 1.0, 0.0)
+
+
+async def test_refusal_earns_its_reward_with_the_date_and_without_changes(client):
+    index = index_of(1, "late")
+    rewards = []
+    for extra in (False, True):
+        session = await client.open("support", index=index, split="test")
+        data = session.sample.data["requests"][0]
+        if extra:
+            card = problems.Problem(session.sample.data).customer["payment_methods"][0]["payment_id"]
+            given = {"order_id": data["order"], "item_ids": data["items"], "refund_to": card}
+            await session.step(ToolCall.of("return_items", **given))
+        rewards.append((await play(session)).reward)
+    assert rewards == [1.0, 0.0]
+
+
+async def test_facts_in_thoughts_and_in_long_messages_do_not_count(client):
+    for hide in ("<think>{}</think>It has been cancelled.", "It has been cancelled. {}" + " and so on" * 70):
+        session = await client.open("support", index=index_of(1, "cancel"), split="test")
+        while not session.status.final:
+            move = await session.expert()
+            result = await session.step(move if move.tool_calls else hide.format(move.content))
+        assert (result.reward, result.metrics["told"]) == (0.0, 0.0)
+
+
+async def test_customer_gives_up_on_messages_that_it_does_not_understand(client):
+    session = await client.open("support", index=0, split="test-2")
+    texts = [(await session.step("The weather is nice.")).messages[0].content for _ in range(3)]
+    assert texts == [customer.LOST, customer.LOST, customer.GIVES_UP]
+    assert session.status.final
+    assert session.last.reward == 0.0
+
+
+async def test_other_words_of_a_policy_are_understood(client):
+    session = await client.open("support", index=index_of(2, "cancel"), split="test-2")
+    said = await session.step("Hi! To help you, please provide your e-mail address.")
+    assert "email address" in said.messages[0].content
+    said = await session.step("Got it. Could you share the reason for the cancellation?")
+    assert said.messages[0].content in problems.REASONS.values()
+    said = await session.step("Thanks. I will cancel the order now, shall I go ahead?")
+    assert said.messages[0].content == "Yes, please."
+    said = await session.step("I have cancelled your order. Is there anything else I can do?")
+    assert said.terminated
+
+
+async def test_model_can_play_the_customer(client, monkeypatch):
+    def reply(body):
+        turns = sum(message["role"] == "user" for message in body["messages"])
+        return completion(text="Cancel it, please." if turns == 1 else "Thank you. [END]")
+
+    with ChatServer(reply) as server:
+        endpoint = customer.Endpoint(url=server.url)
+        monkeypatch.setattr(environment, "ENDPOINT", endpoint)
+        session = await client.open("support", index=0, split="test-2")
+        result = await session.step(Message.assistant("It is cancelled."))
+    assert session.messages[-1].content == "Cancel it, please."
+    assert "Only if you are asked" in server.requests[0]["messages"][0]["content"]
+    assert (result.terminated, result.reward) == (True, 0.0)
+    assert result.metrics["user_requests"] == 2
