@@ -11,6 +11,8 @@ from agentrl_env.hosting.loader import load_target
 from tests.env.evaluation.chat_server import ChatServer, completion
 from tests.environments.play import play
 
+pytestmark = pytest.mark.environments
+
 Support = load_target(str(Path(__file__).parents[2] / "environments" / "support"))
 PACKAGE = Support.__module__.rpartition(".")[0]
 environment, problems, customer = (
