@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs dist clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs docs-text dist clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -143,7 +143,11 @@ paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M, three seeds and twelve 
 real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is served: imitation, RL, evaluation; SEED=1 ARGS=
 	examples/real/pipeline.sh $(or $(SEED),0) $(ARGS)
 
-docs: $(VENV)/.docs  ## the documentation, into site/; a broken link or a missing docstring fails
+docs-text: $(VENV)/.dev  ## write the generated text and figures of the documentation into its pages
+	$(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.layers
+
+docs: $(VENV)/.docs docs-text  ## the documentation, into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 $(VENV)/.docs: $(VENV)/.dev
