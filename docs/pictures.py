@@ -1,9 +1,10 @@
-"""Make the pictures of README from real output (``python -m docs.pictures runs/NAME``).
+"""Make the pictures of README from real output (``python -m docs.pictures runs/NAME runs/REAL``).
 
-The terminal shows a command and what it printed. The pages are the report of a run, and an episode on its
-live page, drawn by Chromium.
+The terminal shows a command and its output. Chromium draws the report of the first run, an episode on its live
+page, and the page of a server with sessions. The curve is from the metrics of the second run.
 """
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
+
+from agentrl_env import EnvClient
+from agentrl_env.launch.process import ServerProcess
+from agentrl_train.report.charts import Series, line_chart, percent_label, standalone
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH = 104
@@ -34,14 +39,43 @@ def terminal(*command: str) -> str:
     return FONT.sub("", console.export_svg(title="agentrl-kit", theme=MONOKAI, unique_id="terminal"))
 
 
-def page(path: Path, picture: Path) -> None:
+def curve(folder: Path) -> str:
+    """Return the success and the valid calls of a run on one task by step, as an SVG image."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tasks = [next(iter(step["tasks"].values())) for step in steps]
+    series = [
+        Series(
+            name=name,
+            points=[(step["step"], task[key]) for step, task in zip(steps, tasks, strict=True)],
+            colour=number,
+        )
+        for number, (name, key) in enumerate((("success", "success"), ("valid calls", "valid_calls")))
+    ]
+    chart = line_chart(series, label=percent_label, top=1.0)
+    names = [(line.name, line.colour) for line in series]
+    return standalone(chart, title="SmolLM2-135M on sql, 64 episodes a step", names=names)
+
+
+def server_page(picture: Path) -> None:
+    """Write the page of a server on which experts have played and some sessions are open."""
+    tasks = ("household", "shop", "sql")
+    targets = (f"environments/{task}" for task in tasks)
+    with ServerProcess(*targets, oracle=True) as server, EnvClient.connect_sync(server.url) as client:
+        for number in range(24):
+            session = client.open(tasks[number % 3], index=number)
+            while session.status == "running" and (number < 18 or session.turn < 1):
+                session.step(session.expert())
+        page(server.url, picture)
+
+
+def page(address: str, picture: Path) -> None:
     """Write the top of a page as a PNG image."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("the report is drawn by Chromium, which is not installed")
     size = f"--window-size={PAGE[0]},{PAGE[1]}"
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--force-device-scale-factor=1", size]
-    command = [browser, *options, f"--screenshot={picture}", path.resolve().as_uri()]
+    command = [browser, *options, "--virtual-time-budget=4000", f"--screenshot={picture}", address]
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -70,5 +104,7 @@ if __name__ == "__main__":
     commands = Path(sys.executable).parent
     os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
     (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
-    page(Path(sys.argv[1]) / "report.html", IMAGES / "report.png")
+    page((Path(sys.argv[1]) / "report.html").resolve().as_uri(), IMAGES / "report.png")
     live_page(Path(sys.argv[1]), IMAGES / "watch.png")
+    (IMAGES / "real-sql.svg").write_text(curve(Path(sys.argv[2])))
+    server_page(IMAGES / "server.png")
