@@ -146,6 +146,7 @@ real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is serve
 docs-text: $(VENV)/.dev  ## write the generated text and figures of the documentation into its pages
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.layers
+	$(BIN)/python -m docs.figures
 
 docs: $(VENV)/.docs docs-text  ## the documentation, into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

@@ -28,11 +28,12 @@ from agentrl_train.__main__ import app as train_app
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.config.toml import classes
 from agentrl_train.sweep.plan import load_sweep
-from docs import generate
+from docs import figures, generate
 from docs.layers import PICTURE, picture
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES = [*OUTSIDE, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 URL, TOKEN = "http://127.0.0.1:8000", "SECRET"
 FILE_ENDINGS = {"py", "toml", "jsonl", "json", "html", "txt"}
@@ -91,8 +92,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
+LONG = {ROOT / "docs/tutorials/training.md"}
+"""Pages with a training run that takes more than a few seconds."""
+
+
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.language == "python" for b in blocks(p))], ids=name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
+        for page in PAGES
+        if any(block.language == "python" for block in blocks(page))
+    ],
+    ids=name,
 )
 def test_python_blocks_of_a_page_run_in_order(
     page: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,7 +262,7 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("page", PAGES[:2], ids=name)
+@pytest.mark.parametrize("page", OUTSIDE, ids=name)
 def test_links_of_files_outside_the_site_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https:") or (page.parent / target).exists(), target
@@ -306,3 +317,24 @@ def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
 
 def test_picture_of_the_layers_is_current() -> None:
     assert PICTURE.read_text() == picture(), "python -m docs.layers draws it anew"
+
+
+def test_figures_of_the_algorithms_are_current() -> None:
+    for figure, draw in figures.DRAWINGS.items():
+        assert (figures.FIGURES / f"{figure}.svg").read_text() == draw(), "make docs-text draws it"
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    code = "".join(
+        path.read_text()
+        for package in ("agentrl_env", "agentrl_train")
+        for path in (ROOT / package).rglob("*.py")
+    )
+    joined = re.sub(r'"\s*\n\s*f?"', "", code)
+    first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ")]
+    parts = [
+        part.strip() for cell in first for text in re.findall("`([^`]+)`", cell) for part in text.split("…")
+    ]
+    assert len(parts) > 20
+    assert [part for part in parts if part not in joined] == []

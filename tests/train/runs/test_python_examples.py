@@ -46,3 +46,22 @@ def test_notebook_trains_a_class_of_its_own(tmp_path: Path, monkeypatch: pytest.
     (result,) = (output for output in code[3].outputs if output.output_type == "execute_result")
     assert "vowels: success" in result.data["text/plain"]
     assert (folder / "policy/config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    ("notebook", "shown"),
+    [("environment", "'fridge'"), ("rollouts", "metrics.jsonl"), ("compare", "grpo rloo")],
+)
+def test_notebooks_run_from_top_to_bottom(
+    notebook: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quickstart").symlink_to(EXAMPLES / "quickstart")
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    content = nbformat.read(EXAMPLES / f"notebooks/{notebook}.ipynb", as_version=4)
+    NotebookClient(content, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+    assert shown in str([cell.get("outputs") for cell in content.cells])
