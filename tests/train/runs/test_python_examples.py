@@ -52,7 +52,7 @@ def test_notebook_trains_a_class_of_its_own(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
     ("notebook", "shown"),
-    [("environment", "'fridge'"), ("rollouts", "metrics.jsonl"), ("compare", "grpo rloo")],
+    [("environment", "'fridge'"), ("rollouts", "metrics.jsonl")],
 )
 def test_notebooks_run_from_top_to_bottom(
     notebook: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
