@@ -1,7 +1,7 @@
 """Make the pictures of README from real output (``python -m docs.pictures runs/NAME runs/REAL``).
 
-The terminal shows a command and its output. Chromium draws the report of the first run, an episode on its live
-page, and the page of a server with sessions. The curve is from the metrics of the second run.
+The terminal shows a command and its output. Chromium draws the report of the first run, an episode on its
+live page, and the page of a server with sessions. The curve is from the metrics of the second run.
 """
 
 import json
