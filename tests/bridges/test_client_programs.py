@@ -72,12 +72,12 @@ COMMAND = Message.assistant("I add.", ToolCall.of("bash", command="echo $((17 + 
 
 @dataclass(frozen=True)
 class Case:
-    """A client, what the policy says to it, and the parameters that it sends and no engine has."""
+    """A client, what the policy says to it, and the parameters with which it demands a form of the answer."""
 
     final: Any
     packages: tuple[str, ...]
     first: Message | None = ADD
-    ignore: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
     segments: int = 1
     """2 for a client that writes the answers of the policy anew."""
 
@@ -85,19 +85,19 @@ class Case:
 CASES = {
     "anthropic": Case(by_text, ("anthropic",)),
     "smolagents_tools": Case(
-        by_tool("final_answer", "answer"), ("smolagents",), ignore=("tool_choice",), segments=2
+        by_tool("final_answer", "answer"), ("smolagents",), sends=("tool_choice",), segments=2
     ),
     "smolagents_code": Case(by_code, ("smolagents",), first=CODE, segments=2),
-    "pydantic_ai": Case(by_tool("final_result", "value"), ("pydantic-ai-slim",), ignore=("tool_choice",)),
+    "pydantic_ai": Case(by_tool("final_result", "value"), ("pydantic-ai-slim",), sends=("tool_choice",)),
     "pydantic_ai_anthropic": Case(
-        by_tool("final_result", "value"), ("pydantic-ai-slim",), ignore=("tool_choice",)
+        by_tool("final_result", "value"), ("pydantic-ai-slim",), sends=("tool_choice",)
     ),
     "litellm": Case(by_text, ("litellm",)),
     "mini_swe_agent": Case(by_command, ("mini-swe-agent",), first=COMMAND),
-    "create_agent_tool": Case(by_tool("Sum", "value"), ("langchain",), ignore=("tool_choice",)),
-    "create_agent_schema": Case(by_json, ("langchain",), ignore=("response_format",)),
-    "agents_sdk": Case(by_json, ("openai-agents",), ignore=("text",)),
-    "agents_sdk_chat": Case(by_json, ("openai-agents",), ignore=("response_format",)),
+    "create_agent_tool": Case(by_tool("Sum", "value"), ("langchain",), sends=("tool_choice",)),
+    "create_agent_schema": Case(by_json, ("langchain",), sends=("response_format",)),
+    "agents_sdk": Case(by_json, ("openai-agents",), sends=("text",)),
+    "agents_sdk_chat": Case(by_json, ("openai-agents",), sends=("response_format",)),
 }
 TRAINED = ("anthropic", "smolagents_tools", "pydantic_ai", "mini_swe_agent")
 
@@ -105,7 +105,8 @@ TRAINED = ("anthropic", "smolagents_tools", "pydantic_ai", "mini_swe_agent")
 class Speaker:
     """An engine that says what the case states, with the log-probabilities of a real model.
 
-    Every second session ends with a wrong answer, so that rewards differ.
+    It says what the client demands, and has no need of its grammar. Every second session ends with a wrong
+    answer, so that rewards differ.
     """
 
     def __init__(self, case: Case) -> None:
@@ -146,16 +147,13 @@ class Speaker:
         return None
 
 
-async def play(
-    run: Any, engine: Speaker, *, ignore: Sequence[str], size: int = 2
-) -> tuple[TrajectoryGroup, list[Any]]:
+async def play(run: Any, engine: Speaker, *, size: int = 2) -> tuple[TrajectoryGroup, list[Any]]:
     async with Gateway() as gateway:
         program = AgentProgram(
             run,
             gateway=gateway,
             samples={"train": [SAMPLE]},
             stated=SAMPLING,
-            ignored=ignore,
             folder=ROOT,
         )
         actor = Actor(
@@ -190,13 +188,13 @@ def bodies(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 async def test_client_plays_an_episode(name: str, bodies: list[dict[str, Any]]) -> None:
     case = CASES[name]
     engine = Speaker(case)
-    group, failed = await play(getattr(client_programs, name), engine, ignore=case.ignore)
+    group, failed = await play(getattr(client_programs, name), engine)
     assert [one.error for one in failed] == []
     assert [one.reward for one in group.trajectories] == [1.0, 0.0]
     assert [len(one.segments) for one in group.trajectories] == [case.segments] * 2
     assert len(engine.sampled) == sum(len(one.turns) for one in group.trajectories) == 4
-    refused = {"tool_choice", "response_format", "text"}
-    assert {key for body in bodies for key in body if body[key] is not None} & refused == set(case.ignore)
+    forms = {"tool_choice", "response_format", "text"}
+    assert {key for body in bodies for key in body if body[key] is not None} & forms == set(case.sends)
 
 
 @pytest.mark.extended
@@ -208,7 +206,7 @@ async def test_client_trains_for_two_steps_on_exactly_what_was_sampled(name: str
     for step in range(2):
         engine.version, engine.sampled = step, []
         before = {key: value.clone() for key, value in engine.model.state_dict().items()}
-        group, failed = await play(getattr(client_programs, name), engine, ignore=case.ignore)
+        group, failed = await play(getattr(client_programs, name), engine)
         assert [one.error for one in failed] == []
         rows = sequences([group], [[1.0, -1.0]])
         trained = []
