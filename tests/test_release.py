@@ -50,7 +50,7 @@ def test_every_task_is_published_under_the_name_of_its_folder():
         target = EntryPoint(name, value, "agentrl_env.tasks")
         assert target.module == f"agentrl_tasks.{name}.environment"
         source = (ROOT / "environments" / name / "environment.py").read_text()
-        assert re.search(rf"^class {target.attr}\({Environment.__name__}\):", source, re.MULTILINE)
+        assert re.search(rf"^class {target.attr}\((\w+, )*{Environment.__name__}\):", source, re.MULTILINE)
 
 
 def test_package_of_the_tasks_has_every_task_and_the_quick_start_of_the_checkout():

@@ -378,9 +378,7 @@ def test_documented_algorithms_have_their_published_advantages():
     def config(*overrides: str) -> RunConfig:
         return load_config(ROOT / "examples/quickstart/train.toml", ["algorithm={}", *overrides])
 
-    rows = dict(
-        re.findall(r"\| train by (.*?) \| (.*?) \|", (ROOT / "docs/tutorials/training.md").read_text())
-    )
+    rows = dict(re.findall(r"\| train by (.*?) \| (.*?) \|", (ROOT / "docs/how-to/runs.md").read_text()))
     rewards, tokens = np.array([1.0, 0, 0, 0]), [50, 200, 200, 200]
     expected = {
         "GRPO without task advantage normalization": (rewards - 0.25) / rewards.std(ddof=1),

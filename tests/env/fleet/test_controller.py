@@ -266,7 +266,7 @@ async def test_server_that_the_operator_drains_gets_no_session_from_any_controll
         async with Site() as site, EnvClient.connect(other.url, token="secret", timeout=60) as second:
             drained = await site.serve(Quick, controllers=[other.url])
             staying = await site.serve(Quick, controllers=[other.url])
-            await until(lambda: len(other.fleet.servers) == 2)
+            await until(lambda: len(site.fleet.servers) == len(other.fleet.servers) == 2)
             name = drained.pool.server_id
             async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
 
@@ -276,10 +276,10 @@ async def test_server_that_the_operator_drains_gets_no_session_from_any_controll
                     assert answer.status_code == 200
 
                 await drain(True)
+                await until(lambda: other.fleet.servers[name].draining)
                 for client in (site.client, second):
                     for _ in range(3):
                         assert (await client.open("quick")).session_id.startswith(staying.pool.server_id)
-                await until(lambda: other.fleet.servers[name].draining)
                 await drain(False)
             assert (await site.client.open("quick")).session_id.startswith(name)
             await until(lambda: not other.fleet.servers[name].draining)
