@@ -19,7 +19,8 @@ from tests.processes import until
 async def test_containers_without_a_network_serve_behind_a_controller(client, probe, monkeypatch):
     monkeypatch.setenv("AGENTRL_TOKEN", "s3cret")
     task = TaskConfig(name="probe", image=probe, kind="docker", replicas=2, drain=0, max_sessions=8)
-    fleet = LocalFleet(FleetConfig(controller=ControllerConfig(port=0), tasks=(task,)))
+    config = FleetConfig(controller=ControllerConfig(port=0), tasks=(task,))
+    fleet = LocalFleet(config)
     replicas = fleet.supervisor.replicas
     await fleet.start()
     try:
@@ -32,7 +33,7 @@ async def test_containers_without_a_network_serve_behind_a_controller(client, pr
             await asyncio.to_thread(lambda: client.containers.get(victim).kill())
             await asyncio.to_thread(until, lambda: replicas[0].restarts, "the dead server is replaced")
             before = {replica.server.name for replica in replicas if replica.server}
-            await fleet.roll()
+            await fleet.reload(config)
             after = {replica.server.name for replica in replicas}
             assert len(after) == 2
             assert not before & after
