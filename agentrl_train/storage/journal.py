@@ -209,6 +209,11 @@ def frame(payload: bytes) -> bytes:
 
 def read_records(content: bytes) -> Iterator[bytes]:
     """Yield the payload of every complete record; skip damaged ones and stop at a truncated one."""
+    return (payload for _, payload in located_records(content))
+
+
+def located_records(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield where each record begins, with what ``read_records`` yields."""
     position = 0
     while position + HEADER.size <= len(content):
         magic, length, checksum = HEADER.unpack_from(content, position)
@@ -216,7 +221,7 @@ def read_records(content: bytes) -> Iterator[bytes]:
         if magic != MAGIC or len(payload) < length:
             return
         if zlib.crc32(payload) == checksum:
-            yield payload
+            yield position, payload
         else:
             logger.warning("a record of the journal is damaged; its group will be played again")
         position += HEADER.size + length

@@ -295,9 +295,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSONL file, none if it does not exist; skip a truncated one."""
     if not path.exists():
         return []
+    return parse_jsonl(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def parse_jsonl(text: str) -> list[dict[str, Any]]:
+    """Return the objects of JSON lines; skip lines that are none."""
     records = []
     # Not ``splitlines``, which also splits at other characters that model output may contain.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in text.split("\n"):
         try:
             record = json.loads(line)
         except ValueError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_train.report.curves import number
-from agentrl_train.storage.journal import HEADER, MAGIC, decode_group, read_records
+from agentrl_train.storage.journal import HEADER, decode_group, located_records
 from agentrl_train.telemetry.metrics import readable
 from agentrl_train.telemetry.tokens import SUFFIX, read_tokens, token_record
 
@@ -289,15 +289,8 @@ def _records(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
         file.seek(start)
         content = file.read()
-    position = 0
-    while position + HEADER.size <= len(content):
-        magic, length, _ = HEADER.unpack_from(content, position)
-        end = position + HEADER.size + length
-        if magic != MAGIC or end > len(content):
-            return
-        for payload in read_records(content[position:end]):
-            yield start + position, payload
-        position = end
+    for position, payload in located_records(content):
+        yield start + position, payload
 
 
 def _from_journal(

@@ -16,6 +16,7 @@ from typing import Any
 from agentrl_train.errors import RunFolderError
 from agentrl_train.report.curves import number, task_values
 from agentrl_train.report.page import RunRecord, check_run_folder
+from agentrl_train.telemetry.metrics import parse_jsonl
 from agentrl_train.watch.episodes import EpisodeIndex
 
 Record = Mapping[str, Any]
@@ -70,7 +71,7 @@ class GrowingFile:
             file.seek(0)
         new = file.read()
         complete = new[: new.rfind(b"\n") + 1]
-        self.records += _parsed(complete)
+        self.records += parse_jsonl(complete.decode("utf-8", errors="replace"))
         self._position += len(complete)
         self._tail = (self._tail + complete)[-TAIL:]
         return replaced or bool(complete)
@@ -82,25 +83,14 @@ class GrowingFile:
             stamp = facts.st_mtime_ns, facts.st_size
             if stamp == self._compressed:
                 return False
-            self.records = list(_parsed(gzip.decompress(path.read_bytes())))
+            content = gzip.decompress(path.read_bytes())
+            self.records = parse_jsonl(content.decode("utf-8", errors="replace"))
         except (OSError, EOFError):
             changed, self.records = bool(self.records), []
             self._position, self._tail, self._compressed = 0, b"", None
             return changed
         self._compressed = stamp
         return True
-
-
-def _parsed(lines: bytes) -> Sequence[dict[str, Any]]:
-    found = []
-    for line in lines.split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
