@@ -109,7 +109,7 @@ class LocalFleet:
         so that they load their tasks anew. A server that goes gets no new session and is stopped once those
         it has have ended. The name of the fleet and its controller stay as they are.
 
-        Raises AgentRLError if a server does not start; the server it was to replace goes on.
+        Raises AgentRLError if a new server does not start. The previous one then stays.
         """
         self._controller.reload_certificate()
         before = self._config

@@ -83,6 +83,7 @@ class Api:
         metrics: counts calls and errors.
         limits: of one caller; None for a controller's link, which is not authorized call by call.
         tokens: issues agent tokens, which the answers that open sessions carry; None where there are none.
+        history: of the process; None for a controller's link, which does not ask for it.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class Api:
         metrics: Metrics,
         limits: Limits | None = None,
         tokens: AgentTokens | None = None,
+        history: History | None = None,
     ) -> None:
         self.service = service
         self.metrics = metrics
-        self.history = History(metrics, service.gauges)
+        self._history = history
         self._limits = limits
         self._tokens = tokens
         self._handlers: dict[str, Handler] = {name: partial(self._forward, name) for name in CALLS}
@@ -205,8 +207,8 @@ class Api:
 
     async def _fleet(self, request: FleetQuery, who: Caller) -> bytes:
         fleet = await self.service.fleet(request)
-        if request.since is not None:
-            fleet = fleet.model_copy(update={"history": self.history.since(request.since)})
+        if request.since is not None and self._history is not None:
+            fleet = fleet.model_copy(update={"history": self._history.since(request.since)})
         return _to_json(fleet)
 
     async def _close(self, request: SessionRequest, who: Caller) -> bytes:

@@ -27,6 +27,7 @@ from agentrl_env.server.fast_path import StepFastPath
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import AccessMiddleware
 from agentrl_env.server.service import Service
+from agentrl_env.server.telemetry.history import History
 from agentrl_env.server.telemetry.metrics import CONTENT_TYPE, Metrics, measure_loop_lag
 from agentrl_env.server.telemetry.tracing import Tracing
 from agentrl_env.server.websocket import websocket_endpoint
@@ -66,12 +67,13 @@ def create_app(
     limits = limits or Limits()
     if token and tokens is None:
         tokens = AgentTokens(token, limits.agent_token_s)
-    api = Api(service, metrics, limits, tokens)
+    history = History(metrics, service.gauges)
+    api = Api(service, metrics, limits, tokens, history)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         measuring = asyncio.create_task(measure_loop_lag(metrics))
-        recording = asyncio.create_task(api.history.record())
+        recording = asyncio.create_task(history.record())
         try:
             yield
         finally:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvicorn
 from starlette.requests import Request
 
 from agentrl_env.errors import InvalidRequest, ServeError
+from agentrl_env.session.single_flight import abandon
 
 T = TypeVar("T")
 
@@ -52,19 +53,12 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     finally:
         disconnect.cancel()
         if not working.done():
-            working.cancel()
-            working.add_done_callback(_read_error)
+            abandon(working)
     if not working.done():
         await asyncio.wait((working,))
         if working.cancelled():
             raise InvalidRequest("the caller disconnected")
     return working.result()
-
-
-def _read_error(done: asyncio.Future[Any]) -> None:
-    """Read the error of work that nobody waits for any longer; else asyncio logs it as a bug."""
-    if not done.cancelled():
-        done.exception()
 
 
 async def until_disconnected(request: Request) -> None:

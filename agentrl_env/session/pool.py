@@ -147,7 +147,7 @@ class SessionPool:
 
     def check_ready(self) -> None:
         """Raise ServerDraining or ServerFull where no session can be opened."""
-        if self.draining or self._stale:
+        if not self.accepts_sessions:
             raise ServerDraining(DRAINING if self.draining else STALE)
         blocking = self._tasks.blocking
         if blocking and all(map(self._tasks.exhausted, blocking)):

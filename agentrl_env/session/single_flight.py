@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from agentrl_env.errors import IdempotencyConflict
@@ -35,7 +34,7 @@ class SingleFlight(Generic[T]):
             await asyncio.wait((flight.task,))  # it is being cancelled
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(begin()), digest)
-            flight.task.add_done_callback(partial(self._land, key))
+            flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
         check_digest(digest, flight.digest)
         flight.callers += 1
         try:
@@ -44,12 +43,16 @@ class SingleFlight(Generic[T]):
         finally:
             flight.callers -= 1
             if flight.callers == 0 and not flight.task.done():
-                flight.task.cancel()
+                abandon(flight.task)
 
-    def _land(self, key: str, task: asyncio.Task[Any]) -> None:
-        self._flights.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # read here, as the last caller may have gone
+
+def abandon(work: asyncio.Future[Any]) -> None:
+    """Cancel work that nobody waits for any longer, and read the error that it may end with.
+
+    asyncio logs errors that nobody reads as bugs.
+    """
+    work.cancel()
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def check_digest(digest: str, first: str) -> None:

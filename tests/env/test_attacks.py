@@ -129,7 +129,7 @@ def sealed(session_id, state, **changes):
         episode_return=0.0,
         state=state.decode("latin-1"),
     )
-    return failover_of(SessionPool([])).seal(msgspec.structs.replace(checkpoint, **changes))
+    return failover_of(None).seal(msgspec.structs.replace(checkpoint, **changes))
 
 
 def failover_of(pool):
@@ -431,7 +431,7 @@ def test_checkpoint_and_its_seal_are_unchanged_by_the_store(data, episode_return
     last = msgspec.json.decode(text, type=Record).last
     assert bytes(last.sample) == bytes(kept.sample)
     assert (last.state, last.seal) == (kept.state, kept.seal)
-    assert failover_of(SessionPool([])).seal(last) == last
+    assert failover_of(None).seal(last) == last
 
 
 async def test_session_that_was_set_back_in_redis_does_not_go_on_silently(redis):
