@@ -12,7 +12,7 @@ from agentrl_env.launch.image import build_image
 from agentrl_env.launch.image_context import make_wheel, wheel_name
 from agentrl_env.sandbox.docker_daemon import FOLDER_PREFIX, connect
 from tests.docker.base_image import import_base_image
-from tests.docker.daemon import NoDaemon, run, running_daemon
+from tests.docker.daemon import NoDaemon, reason_against_bridge, run, running_daemon
 
 BASE = "python:3.11-slim"
 TASKS = Path(__file__).with_name("tasks")
@@ -56,6 +56,13 @@ def base(client):
     """Make the base image from this machine's Debian packages, without a registry."""
     import_base_image(client, BASE)
     return BASE
+
+
+@pytest.fixture(scope="session")
+def bridge(client, base):
+    """Skip tests whose container is reached through a bridge where the machine carries no packet to it."""
+    if reason := reason_against_bridge(client, base):
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +17,9 @@ from agentrl_env.sandbox.docker_daemon import connect
 from tests.docker.base_image import missing_packages
 from tests.processes import until
 
-_BRIDGE, _ADDRESS = f"agentrl{os.getpid()}", f"10.213.{os.getpid() % 250}.1/24"
+_BRIDGE = f"agentrl{os.getpid()}"
+_ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])}
 _FORBIDDEN = re.compile("operation not permitted|permission denied", re.IGNORECASE)
-_SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class NoDaemon(Exception):
@@ -33,11 +35,30 @@ def reason_against():
     if os.geteuid() != 0:
         return "starting a Docker daemon needs root"
     for tool in ("dockerd", "ip"):
-        if shutil.which(tool, path=_SBIN) is None:
+        if shutil.which(tool, path=_ENVIRONMENT["PATH"]) is None:
             return f"{tool} is not installed; make docker installs it"
     if missing := missing_packages():
         return f"the base image needs {', '.join(missing)} here; make docker installs them"
     return ""
+
+
+def _ip(*arguments):
+    return run("ip", *arguments, env=_ENVIRONMENT)
+
+
+def _remove_bridges_of_the_dead():
+    """Remove bridges of killed runs: two with one subnet would take each other's packets."""
+    for name in re.findall(r"\bagentrl\d+\b", _ip("-oneline", "link", "show", "type", "bridge").stdout):
+        if not Path("/proc", name.removeprefix("agentrl")).exists():
+            _ip("link", "delete", name)
+
+
+def _free_subnet():
+    """Return an address in a subnet that no interface and no route of this machine names."""
+    taken = _ip("-4", "-oneline", "address").stdout + _ip("-4", "route", "show", "table", "all").stdout
+    numbers = set(map(int, re.findall(r"\b10\.213\.(\d+)\.", taken)))
+    number = next(number for number in range(os.getpid() % 250, 500) if number % 250 not in numbers) % 250
+    return f"10.213.{number}.1/24"
 
 
 @contextmanager
@@ -50,15 +71,19 @@ def running_daemon() -> Iterator[str]:
         raise NoDaemon(reason)
     folder = Path(tempfile.mkdtemp(prefix="dockerd-", dir="/var/tmp"))
     address = f"unix://{folder}/docker.sock"
-    environment = {**os.environ, "PATH": _SBIN}
-    run("ip", "link", "add", _BRIDGE, "type", "bridge", env=environment)
-    run("ip", "address", "add", _ADDRESS, "dev", _BRIDGE, env=environment)
-    run("ip", "link", "set", _BRIDGE, "up", env=environment)
+    _remove_bridges_of_the_dead()
+    for command in (
+        ["link", "add", _BRIDGE, "type", "bridge"],
+        ["address", "add", _free_subnet(), "dev", _BRIDGE],
+        ["link", "set", _BRIDGE, "up"],
+    ):
+        if (done := _ip(*command)).returncode:
+            raise NoDaemon(f"this machine does not permit a bridge: {done.stderr.strip()}")
     command = ["dockerd", "--data-root", folder / "data", "--exec-root", folder / "exec", "-H", address]
     command += ["--pidfile", folder / "pid", "--bridge", _BRIDGE, "--iptables=false", "--ip-forward=false"]
     log, before = folder / "log", os.environ.get("DOCKER_HOST")
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=_ENVIRONMENT)
         os.environ["DOCKER_HOST"] = address
         try:
             until(lambda: answers() or process.poll() is not None, "dockerd answers")
@@ -71,8 +96,8 @@ def running_daemon() -> Iterator[str]:
             os.environ.pop("DOCKER_HOST") if before is None else os.environ.update(DOCKER_HOST=before)
             process.terminate()
             process.wait(60)
-            run("ip", "link", "delete", _BRIDGE, env=environment)
-            run("umount", folder / "exec/netns/default", env=environment)
+            _ip("link", "delete", _BRIDGE)
+            run("umount", folder / "exec/netns/default", env=_ENVIRONMENT)
             shutil.rmtree(folder, ignore_errors=True)
     assert left == "", f"containers were left behind: {left}"
     assert not folder.exists()
@@ -85,3 +110,25 @@ def answers():
     except Exception:
         return False
     return True
+
+
+def reason_against_bridge(client, image):
+    """Return why this machine cannot reach a container on the bridge; empty if it can."""
+    serve = ["python3", "-m", "http.server", "8000"]
+    container = client.containers.run(image, serve, detach=True, init=True)
+    try:
+        container.reload()
+        (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                socket.create_connection((network["IPAddress"], 8000), 5).close()
+            except OSError as error:
+                reason = str(error)
+                time.sleep(0.2)
+            else:
+                return ""
+        shown = [_ip(*what).stdout for what in (["-brief", "address"], ["route"], ["neighbour"])]
+        return "\n".join(["no packet reaches a container on the bridge: " + reason, *shown])
+    finally:
+        container.remove(force=True)

@@ -24,7 +24,7 @@ CMD ["/opt/openenv/bin/uvicorn", "peers:dice", "--factory", "--host", "0.0.0.0",
 
 
 @pytest.fixture(scope="module")
-def image(client, base, tmp_path_factory):
+def image(client, base, bridge, tmp_path_factory):
     """Build an image of the peer ``dice`` from downloaded wheels."""
     import docker
 

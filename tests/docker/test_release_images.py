@@ -24,7 +24,7 @@ def wheels(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def context(wheels, wheelhouse):
+def context(wheels, wheelhouse, bridge):
     """Add the wheels of the dependencies, so that images are built without a network."""
     for wheel in wheelhouse.glob("*.whl"):
         shutil.copy(wheel, wheels)

@@ -93,7 +93,7 @@ async def test_many_sessions_and_large_messages_are_forwarded(server):
         await asyncio.gather(*map(play, range(200)))
 
 
-async def test_server_with_a_network_requires_a_token(probe):
+async def test_server_with_a_network_requires_a_token(bridge, probe):
     with DockerServer(image=probe, network="bridge") as server:
         assert sorted((await call(server, "read", path="/sys/class/net")).split()) == ["eth0", "lo"]
         async with EnvClient.connect(server.url) as client:
