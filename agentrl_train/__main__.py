@@ -24,7 +24,18 @@ from agentrl_train.config import RunConfig, gateway_config, load_config
 from agentrl_train.errors import TrainError
 from agentrl_train.training.trainer import Trainer
 
-EXTRA_MODULES = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "tensorboardX")
+EXTRA_MODULES = (
+    "accelerate",
+    "gguf",
+    "jinja2",
+    "llguidance",
+    "safetensors",
+    "tensorboardX",
+    "tokenizers",
+    "tomli_w",
+    "torch",
+    "transformers",
+)
 """Modules that the extra ``[train]`` installs."""
 
 app = typer.Typer(

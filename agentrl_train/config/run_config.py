@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
-import tomli_w
 from pydantic import model_validator
 
 from agentrl_train.config.algorithm import AlgorithmSection, algorithm_notes, algorithm_problems
@@ -29,7 +28,7 @@ from agentrl_train.config.sections import (
     SftSection,
     TrainSection,
 )
-from agentrl_train.config.toml import flat, read_toml
+from agentrl_train.config.toml import dumps, flat, read_toml
 from agentrl_train.config.toml import problems as table_problems
 from agentrl_train.types import Sampling
 
@@ -260,7 +259,7 @@ class RunConfig(Section):
 
     def to_toml(self) -> str:
         """Return the whole configuration as TOML, defaults included."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        return dumps(self.model_dump(mode="json", exclude_none=True))
 
     def changes_since(self, path: Path) -> dict[str, tuple[Any, Any]]:
         """Return setting -> (old, new) for settings that differ from the configuration in a file.

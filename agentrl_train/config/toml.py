@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from agentrl_train.config.former import REMOVED, RENAMED
@@ -102,14 +101,21 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
     return found
 
 
+def dumps(table: Mapping[str, Any]) -> str:
+    """Return a table as TOML."""
+    import tomli_w  # of the extra [train], without which commands still explain themselves
+
+    return tomli_w.dumps(table)
+
+
 def literal(value: Any) -> str:
     """Return a value as a TOML literal in one line."""
     if isinstance(value, Mapping):
-        pairs = (f"{tomli_w.dumps({key: 0})[:-5]} = {literal(one)}" for key, one in value.items())
+        pairs = (f"{dumps({key: 0})[:-5]} = {literal(one)}" for key, one in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(literal, value)) + "]"
-    return tomli_w.dumps({"x": value})[4:-1]
+    return dumps({"x": value})[4:-1]
 
 
 def problems(table: Table, model: type[BaseModel], *, context: Mapping[str, Any] | None = None) -> list[str]:

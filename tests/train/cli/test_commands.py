@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from agentrl_train.__main__ import EXTRA_MODULES
 from agentrl_train.cli import commands
 from agentrl_train.cli.evaluating import evaluate_and_record
 from agentrl_train.config import RunConfig
@@ -22,6 +25,8 @@ from agentrl_train.training.trainer import Trainer
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.fakes import CHAT, Countdown
 from tests.train.training.test_sft import SOURCES
+
+ROOT = Path(__file__).parents[3]
 
 
 def configured(folder: Path) -> RunConfig:
@@ -159,3 +164,21 @@ def test_imitation_without_a_layer_for_adapters_is_refused(tmp_path: Path) -> No
     table["train"]["lora"] = {"rank": 4, "alpha": 8.0, "targets": ["absent"]}
     with pytest.raises(ConfigError, match=r"train\.lora\.targets = \['absent'\] matches no linear layer"):
         commands.imitate(RunConfig.model_validate(table), model=make_model(), sequences=())
+
+
+WITHOUT_TRAIN = """
+import sys
+for module in sys.argv.pop(1).split(","):
+    sys.modules[module] = None
+from agentrl_train.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["settings"], ["plan", "examples/quickstart/train.toml"]])
+def test_command_without_the_extra_says_how_to_install_it(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", WITHOUT_TRAIN, ",".join(EXTRA_MODULES), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "is not installed: pip install 'agentrl-kit[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
