@@ -4,12 +4,15 @@ The terminal shows a command and its output. Chromium draws the report of the fi
 live page, and the page of a server with sessions. The curve is from the metrics of the second run.
 """
 
+import itertools
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -26,6 +29,8 @@ WIDTH = 104
 """Columns of the terminal."""
 PAGE = (1400, 1000)
 """Pixels of the page that are shown."""
+PLAYED_S = 150.0
+"""Seconds for which experts play before the page of a server is shown."""
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
@@ -61,10 +66,15 @@ def server_page(picture: Path) -> None:
     tasks = ("household", "shop", "sql")
     targets = (f"environments/{task}" for task in tasks)
     with ServerProcess(*targets, oracle=True) as server, EnvClient.connect_sync(server.url) as client:
-        for number in range(24):
-            session = client.open(tasks[number % 3], index=number)
-            while session.status == "running" and (number < 18 or session.turn < 1):
+        end = time.monotonic() + PLAYED_S
+        for number in itertools.count():
+            session = client.open(tasks[number % 3], index=number % 40)
+            left_open = time.monotonic() > end - 1
+            while session.status == "running" and not (left_open and session.turn == 1):
                 session.step(session.expert())
+                time.sleep(0.02 * (1 + math.sin(number / 60)))
+            if time.monotonic() > end:
+                break
         page(server.url, picture)
 
 

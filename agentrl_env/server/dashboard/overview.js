@@ -2,8 +2,11 @@
 
 import { attempt, call, poll } from "./api.js";
 import { count, duration, h, number, reconcile, table } from "./dom.js";
+import { curves } from "./history.js";
 
 const TASKS_S = 10;
+const FAILURES_S = 10;
+const FAILURES = 5;
 
 export function overview(root, { signal, onFleet }) {
   const servers = table("Servers", [
@@ -13,7 +16,8 @@ export function overview(root, { signal, onFleet }) {
   const summary = h("p", { class: "faint" });
   const figures = h("dl", { class: "figures", "aria-label": "Figures" });
   const tasks = h("div", { class: "cards" }, h("p", { class: "faint" }, "Loading …"));
-  root.append(h("h2", {}, "Servers"), figures, summary, servers.element, h("h2", {}, "Tasks"), tasks);
+  root.append(h("h2", {}, "Servers"), figures, curves(signal), summary, servers.element, failures(signal),
+    h("h2", {}, "Tasks"), tasks);
   let latest = null;
   const showResults = () => {
     for (const line of latest ? tasks.querySelectorAll("[data-task]") : []) {
@@ -44,6 +48,32 @@ export function overview(root, { signal, onFleet }) {
     shown = text;
   }, TASKS_S, signal);
   return "Overview";
+}
+
+/** The newest sessions that failed, with their reasons; nothing while there are none. */
+function failures(signal) {
+  const rows = table("Failures", [["Session"], ["Task"], ["Reason"], ["Ended", "number"]]);
+  const all = h("a", { href: "#/sessions?status=failed_environment" });
+  const element = h("section", { hidden: true }, h("h2", {}, "Failures"), rows.element, h("p", {}, all));
+  poll(async () => {
+    const wanted = new URLSearchParams({ status: "failed_environment", limit: FAILURES });
+    const { sessions, total } = await call(`v1/sessions?${wanted}`, { signal });
+    element.hidden = total === 0;
+    all.textContent = `All ${count(total, "session")} that failed`;
+    reconcile(rows.body, sessions, (row) => row.session_id, failureCells);
+  }, FAILURES_S, signal);
+  return element;
+}
+
+function failureCells(row) {
+  return [
+    h("th", { scope: "row" },
+      h("a", { href: `#/session/${encodeURIComponent(row.session_id)}`, title: row.session_id },
+        row.session_id.split(".").at(-1).slice(0, 10))),
+    h("td", { class: "wrap" }, row.task),
+    h("td", {}, h("div", { class: "error wrap" }, row.error || "no reason is known")),
+    h("td", { class: "number" }, `${duration(row.idle_s)} ago`),
+  ];
 }
 
 /** Sums over tasks. */

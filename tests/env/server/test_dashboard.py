@@ -15,7 +15,8 @@ from agentrl_env import Done, Environment, Message, Reply, ToolCall, tool
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
-from agentrl_env.types import FunctionCall
+from agentrl_env.server.telemetry.history import History
+from agentrl_env.types import FleetPoint, FunctionCall
 from agentrl_env.wire import OpenRequest
 from tests.browser import CHROMIUM, needs_chromium
 from tests.env.tasks import Guess, close_session, play_step, until
@@ -642,6 +643,46 @@ async def test_single_server_shows_its_results(server, visit):
     await expect(page.get_by_label("Figures")).to_contain_text("Success100 %")
     card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="guess"))
     await expect(card).to_contain_text("Successno step yet")
+
+
+async def test_curves_show_the_last_hour(server, visit, monkeypatch):
+    points = [
+        FleetPoint(
+            time=1000.0 + 60 * minute,
+            open=minute,
+            steps=0 if minute == 20 else 600 * minute,  # of another process, which counts from zero
+            scored=10 * minute,
+            succeeded=4 * minute,
+        )
+        for minute in range(1, 41)
+    ]
+    monkeypatch.setattr(History, "since", lambda _, when: tuple(one for one in points if one.time > when))
+    page = await visit(server)
+    curves = page.get_by_role("group", name="The last hour")
+    await expect(curves.get_by_role("img")).to_have_count(4)
+    await expect(curves.get_by_role("img", name="Open sessions over 39 min, at most 40")).to_be_visible()
+    await expect(curves).to_contain_text("Steps/s10")
+    await expect(curves).to_contain_text("Success40 %")
+    await expect(curves).to_contain_text("Broken/min0")
+    steps = curves.get_by_role("img", name="Steps/s")
+    await expect(steps.locator("polyline")).to_have_count(2)
+    await steps.hover(position={"x": 1, "y": 10})
+    await expect(curves).to_contain_text(re.compile("Steps/s.*, 3[89] min ago"))
+
+
+async def test_failures_are_listed_with_their_reasons(visit):
+    async with serving(Support) as server:
+        page = await visit(server)
+        await expect(page.get_by_role("heading", name="support")).to_be_visible()
+        await expect(page.get_by_role("heading", name="Failures")).to_be_hidden()
+        session_id = await opened(server, "support")
+        await step(server, session_id, 1, "crash")
+        await look_again(page)
+        failures = page.get_by_role("region", name="Failures")
+        await expect(failures).to_contain_text("ZeroDivisionError")
+        await page.get_by_role("link", name="All 1 session that failed").click()
+        await expect(page.get_by_label("Status")).to_have_value("failed_environment")
+        await expect(page.locator("tbody tr")).to_have_count(1)
 
 
 @pytest.mark.parametrize(
