@@ -329,13 +329,22 @@ def show_command(
     task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
     last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="The most episodes.")] = 3,
     failed: Annotated[bool, typer.Option("--failed", help="Only episodes without success.")] = False,
+    atif: Annotated[
+        Path | None,
+        typer.Option("--atif", metavar="FOLDER", help="Write them there as ATIF files instead, with tokens."),
+    ] = None,
 ) -> None:
     """Print the last recorded episodes of a finished or running run."""
+    from agentrl_train.report.atif import write_atif
     from agentrl_train.report.transcript import last_episodes, transcript
 
     episodes = last_episodes(folder, last=last, task=task, failed=failed)
-    for source, episode in episodes:
-        typer.echo(transcript(episode, source=source) + "\n")
+    if atif is not None:
+        write_atif(episodes, atif, model=folder.resolve().name)
+        typer.echo(f"wrote {len(episodes)} episodes to {atif}")
+        return
+    for one in episodes:
+        typer.echo(transcript(one.episode, source=one.source) + "\n")
     if not episodes:
         typer.echo("no recorded episode fits --task and --failed", err=True)
 

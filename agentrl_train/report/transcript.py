@@ -5,19 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.telemetry.metrics import read_jsonl
+from agentrl_train.telemetry.tokens import SUFFIX, read_tokens
 
 LONGEST_TEXT = 2000
 """Maximum number of characters shown per message."""
 
 
-def last_episodes(
-    run: Path, *, last: int, task: str | None = None, failed: bool = False
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return the last recorded episodes of a run, oldest first, each with the name of its file.
+class Recorded(NamedTuple):
+    """An episode of ``trajectories/``."""
+
+    path: Path
+    """Its file."""
+    line: int
+    """Its place in the file, from 0."""
+    episode: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """The name of its file: its step or evaluation."""
+        return self.path.stem
+
+    def tokens(self) -> dict[str, Any] | None:
+        """Return the sampled tokens (``agentrl_train.telemetry.tokens``), if they are recorded."""
+        return read_tokens(self.path.with_name(self.path.stem + SUFFIX), self.line)
+
+
+def last_episodes(run: Path, *, last: int, task: str | None = None, failed: bool = False) -> list[Recorded]:
+    """Return the last recorded episodes of a run, oldest first.
 
     Args:
         run: the run folder.
@@ -35,11 +53,11 @@ def last_episodes(
             f"{run} has no recorded episodes: name the folder of a run, such as runs/NAME; it records "
             "metrics.trajectories episodes of each step"
         )
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[Recorded] = []
     for path in files:
-        for episode in reversed(read_jsonl(path)):
+        for line, episode in reversed(list(enumerate(read_jsonl(path)))):
             if (task is None or episode.get("task") == task) and not (failed and episode.get("success")):
-                found.append((path.stem, episode))
+                found.append(Recorded(path, line, episode))
         if len(found) >= last:
             break
     return found[:last][::-1]

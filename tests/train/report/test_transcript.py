@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
 def test_last_episodes_are_chosen_by_task_and_success(
     options: dict[str, Any], expected: list[int], run: Path
 ) -> None:
-    assert [one["index"] for _, one in last_episodes(run, **options)] == expected
+    assert [one.episode["index"] for one in last_episodes(run, **options)] == expected
 
 
 def test_folder_without_episodes_is_refused(tmp_path: Path) -> None:
