@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
+from html import escape
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, field_validator
@@ -92,6 +93,26 @@ class Message(_Frozen):
     def wire(self) -> dict[str, Any]:
         """Return the OpenAI chat form: absent fields are omitted, except ``content``."""
         return self.model_dump()
+
+    def _repr_html_(self) -> str:
+        return notebook_html("", [self])
+
+
+_COLOURS = {"assistant": "#8a5fc0", "tool": "#2e8b57", "user": "#3f7fd0"}
+_ENTRY = '<div style="border-left:3px solid {};padding:.1em .8em;margin:.4em 0"><b>{}</b>{}</div>'
+_TEXT = '<pre style="white-space:pre-wrap;margin:0">{}</pre>'
+
+
+def notebook_html(heading: str, messages: Iterable[Message]) -> str:
+    """Return a heading and messages as HTML, which notebooks show; text in them is escaped."""
+    parts = [f"<p>{escape(heading)}</p>"] if heading else []
+    for message in messages:
+        content = message.content
+        texts = [] if content is None else [content if isinstance(content, str) else json.dumps(content)]
+        calls = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
+        inner = "".join(_TEXT.format(escape(text)) for text in [*texts, *calls])
+        parts.append(_ENTRY.format(_COLOURS.get(message.role, "#888"), message.role, inner))
+    return "".join(parts)
 
 
 class FunctionSpec(_Frozen):
@@ -293,6 +314,9 @@ class StepResult(_Frozen):
     def done(self) -> bool:
         """``final`` by the name that reinforcement learning gives it."""
         return self.status.final
+
+    def _repr_html_(self) -> str:
+        return notebook_html(f"step {self.seq}: reward {self.reward:g}, {self.status}", self.messages)
 
 
 class SessionInfo(_Frozen):

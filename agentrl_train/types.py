@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_env.types import Message, TaskSample
+from agentrl_env.types import Message, TaskSample, notebook_html
 from agentrl_train.errors import EngineError
 
 if TYPE_CHECKING:
@@ -303,6 +303,16 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Number of tokens the policy sampled, over all turns."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    def _repr_html_(self) -> str:
+        result = "no reward" if self.error else f"reward {self.reward:g}"
+        messages = [*self.opening]
+        for turn in self.turns:
+            messages += [turn.message, *turn.reply]
+        heading = (
+            f"sample {self.sample.index}: {self.end}, {result}, {self.num_sampled_tokens} sampled tokens"
+        )
+        return notebook_html(f"{heading}, {self.error}" if self.error else heading, messages)
 
 
 def succeeded(metrics: Mapping[str, float], reward: float) -> bool:

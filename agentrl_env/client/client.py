@@ -20,6 +20,7 @@ from agentrl_env.types import (
     TaskSample,
     ToolCall,
     ToolSpec,
+    notebook_html,
 )
 from agentrl_env.wire import (
     CLOSE,
@@ -232,6 +233,10 @@ class OpenedSession:
     def tools(self) -> tuple[ToolSpec, ...]:
         """The tools that the model can call."""
         return self.info.tools
+
+    def _repr_html_(self) -> str:
+        tools = ", ".join(tool.function.name for tool in self.tools)
+        return notebook_html(f"{self!r}. Tools: {tools or 'none'}", self.messages)
 
 
 class ClientSession(OpenedSession):

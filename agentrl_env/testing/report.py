@@ -94,6 +94,9 @@ class Report(BaseModel):
             table.add_row(result.name, verdict, Text(result.evidence))
         return table
 
+    def _repr_html_(self) -> str:
+        return str(self.table()._repr_mimebundle_((), ())["text/html"])
+
     def text(self) -> str:
         """Return the summary and the failures as plain text, for an assertion message."""
         lines = [f"  {result.name}: {result.evidence}" for result in self.failures]

@@ -361,3 +361,13 @@ def test_metrics_of_held_out_episodes_reach_the_record_and_the_sinks(tmp_path: P
     (line,) = read_jsonl(tmp_path / "evaluations.jsonl")
     assert line["metrics"] == {"careful": 1.0, "lookups": 2.0}
     assert written["held_out_metric.lookups/shop"] == 2.0
+
+
+def test_notebook_shows_an_episode_and_no_reward_of_a_failed_one() -> None:
+    shown = make_trajectory()._repr_html_()
+    assert "terminated, reward 1, 3 sampled tokens" in shown
+    assert "I buy it." in shown
+    assert "sold" in shown
+    failed = replace(make_trajectory(end=EpisodeEnd.FAILED_ENVIRONMENT), error="<no room>")._repr_html_()
+    assert "failed_environment, no reward" in failed
+    assert "&lt;no room&gt;" in failed
