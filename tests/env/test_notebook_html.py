@@ -2,10 +2,8 @@
 
 import re
 
-import pytest
-
 from agentrl_env import Message, ToolCall
-from agentrl_env.testing import run_checks
+from agentrl_env.testing.report import CheckResult, Report, Verdict
 from agentrl_env.types import SessionStatus, StepResult
 from tests.env.tasks import Guess
 
@@ -33,8 +31,10 @@ def test_session_shows_its_opening_and_tools():
         assert re.search("&lt;SyncClientSession .* Tools: .*guess", shown)
 
 
-@pytest.mark.slow
-def test_report_shows_each_check():
-    report = run_checks(Guess)
-    shown = report._repr_html_()
-    assert all(one.name in shown for one in report.results)
+def test_report_shows_each_check_escaped():
+    facts = {"question": "Are they equal?", "seconds": 0.1, "verdict": Verdict.PASS}
+    results = tuple(CheckResult(name=name, evidence="<b>yes</b>", **facts) for name in ("seeds", "limits"))
+    shown = Report(task="guess", results=results)._repr_html_()
+    assert "seeds" in shown
+    assert "limits" in shown
+    assert "&lt;b&gt;yes" in shown
