@@ -107,10 +107,11 @@ def notebook_html(heading: str, messages: Iterable[Message]) -> str:
     """Return a heading and messages as HTML, which notebooks show; text in them is escaped."""
     parts = [f"<p>{escape(heading)}</p>"] if heading else []
     for message in messages:
-        content = message.content
-        texts = [] if content is None else [content if isinstance(content, str) else json.dumps(content)]
-        calls = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
-        inner = "".join(_TEXT.format(escape(text)) for text in [*texts, *calls])
+        texts = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
+        if message.content is not None:
+            text = message.content if isinstance(message.content, str) else json.dumps(message.content)
+            texts.insert(0, text)
+        inner = "".join(_TEXT.format(escape(text)) for text in texts)
         parts.append(_ENTRY.format(_COLOURS.get(message.role, "#888"), message.role, inner))
     return "".join(parts)
 

@@ -204,7 +204,7 @@ class Dialogue:
         return [line.text for line in self.lines if line.speaker == "assistant"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals of the dialogue so far, for ``score``; those of a model only if one is asked."""
+        """Return the totals of the dialogue so far, for ``score``. A model's are added once one was asked."""
         own = [line for line in self.lines if line.speaker == "user"]
         totals = {"user_messages": float(len(own)), "user_calls": float(sum(len(o.calls) for o in own))}
         if requests := sum(line.requests for line in own):
@@ -254,7 +254,7 @@ def _hidden_part(line: Utterance) -> dict[str, Any]:
 def visible_text(text: str) -> str:
     """Return a text without the thoughts in it, which no other participant reads.
 
-    A thought that does not end reaches to the end of the text. A thought whose begin is missing, because the
+    An unfinished thought extends to the end of the text. A thought whose beginning is missing, because the
     prompt has it, reaches to its end.
     """
     rest = _OPENED_BEFORE.sub("", _CLOSED.sub("", text))

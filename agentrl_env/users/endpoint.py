@@ -25,7 +25,7 @@ CACHED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An OpenAI-compatible endpoint, whose model plays users.
+    """An OpenAI-compatible endpoint whose model plays users.
 
     A request is sent once: the same messages, tools, settings and seed get the same answer again, from the
     memory of the process or from the ``cache`` folder. Requests that fail are repeated as by ``ChatModel``.

@@ -60,7 +60,7 @@ def base(client):
 
 @pytest.fixture(scope="session")
 def bridge(client, base):
-    """Skip tests whose container is reached through a bridge where the machine carries no packet to it."""
+    """Skip the tests that reach a container by its address if no packet arrives there."""
     if reason := reason_against_bridge(client, base):
         pytest.skip(reason)
 

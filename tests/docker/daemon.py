@@ -112,17 +112,23 @@ def answers():
     return True
 
 
+def bridge_address(container):
+    """Return the address of a running container on the bridge."""
+    container.reload()
+    (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+    return network["IPAddress"]
+
+
 def reason_against_bridge(client, image):
     """Return why this machine cannot reach a container on the bridge; empty if it can."""
     serve = ["python3", "-m", "http.server", "8000"]
     container = client.containers.run(image, serve, detach=True, init=True)
     try:
-        container.reload()
-        (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+        address = bridge_address(container)
         end = time.monotonic() + 60
         while time.monotonic() < end:
             try:
-                socket.create_connection((network["IPAddress"], 8000), 5).close()
+                socket.create_connection((address, 8000), 5).close()
             except OSError as error:
                 reason = str(error)
                 time.sleep(0.2)

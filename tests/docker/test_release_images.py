@@ -9,6 +9,7 @@ from agentrl_env import EnvClient, ToolCall, __version__
 from agentrl_env.server.auth import link_token
 from release.dist import build as build_distributions
 from tests.docker.conftest import ROOT
+from tests.docker.daemon import bridge_address
 from tests.processes import until
 
 TOKEN = "SRLhZ9Qe-only-for-this-test"
@@ -60,10 +61,9 @@ def running(client, image, port, *arguments, token=TOKEN):
         environment={"AGENTRL_TOKEN": token},
     )
     try:
-        container.reload()
-        (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+        address = bridge_address(container)
         until(lambda: b" at http://" in container.logs(), f"{image} announces its address")
-        yield f"http://{network['IPAddress']}:{port}"
+        yield f"http://{address}:{port}"
         container.stop(timeout=40)
         assert container.wait(timeout=60)["StatusCode"] == 0
     finally:

@@ -67,6 +67,12 @@ export function badge(status) {
   return h("span", { class: `badge ${status}` }, status.replaceAll("_", " "));
 }
 
+/** The first cell of a session's row: a link to it by the end of its id. */
+export function sessionLink({ session_id: id }) {
+  return h("th", { scope: "row" },
+    h("a", { href: `#/session/${encodeURIComponent(id)}`, title: id }, id.split(".").at(-1).slice(0, 10)));
+}
+
 /** Seconds, for people. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";

@@ -1,7 +1,7 @@
 // The servers and their load; the tasks and their tools.
 
 import { attempt, call, poll } from "./api.js";
-import { count, duration, h, number, reconcile, table } from "./dom.js";
+import { count, duration, h, number, reconcile, sessionLink, table } from "./dom.js";
 import { curves } from "./history.js";
 
 const TASKS_S = 10;
@@ -67,9 +67,7 @@ function failures(signal) {
 
 function failureCells(row) {
   return [
-    h("th", { scope: "row" },
-      h("a", { href: `#/session/${encodeURIComponent(row.session_id)}`, title: row.session_id },
-        row.session_id.split(".").at(-1).slice(0, 10))),
+    sessionLink(row),
     h("td", { class: "wrap" }, row.task),
     h("td", {}, h("div", { class: "error wrap" }, row.error || "no reason is known")),
     h("td", { class: "number" }, `${duration(row.idle_s)} ago`),

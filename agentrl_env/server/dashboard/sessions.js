@@ -1,7 +1,7 @@
 // The sessions, open or ended lately, in pages: thousands stay quick because a page is what is asked for.
 
 import { call, poll } from "./api.js";
-import { badge, count, duration, field, fill, h, number, reconcile, select, table } from "./dom.js";
+import { badge, count, duration, field, fill, h, number, reconcile, select, sessionLink, table } from "./dom.js";
 
 const PAGE = 100;
 const LIST_S = 2;
@@ -86,9 +86,7 @@ function sessionCells(row) {
   const sample = [row.split, row.index, `seed ${row.seed}`].filter((part) => part !== null).join(" · ");
   const idle = row.status === "running" ? (row.idle_s === null ? "in a call" : duration(row.idle_s)) : "";
   return [
-    h("th", { scope: "row" },
-      h("a", { href: `#/session/${encodeURIComponent(row.session_id)}`, title: row.session_id },
-        row.session_id.split(".").at(-1).slice(0, 10))),
+    sessionLink(row),
     h("td", { class: "wrap" }, row.task),
     h("td", {}, badge(row.status), row.error ? h("div", { class: "error wrap" }, row.error) : null),
     h("td", { class: "number" }, String(row.turn)),

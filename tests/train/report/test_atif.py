@@ -33,7 +33,7 @@ def turn(number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Write a run of two episodes: one with tokens, calls and an image, one that failed at once."""
+    """Write a run of two episodes. One has tokens, calls and an image; the other failed at once."""
     picture = [{"type": "text", "text": "Here."}, {"type": "image_url", "image_url": {"url": IMAGE}}]
     played = {
         "task": "shop",
