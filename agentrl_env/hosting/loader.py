@@ -102,15 +102,22 @@ def _bridged(scheme: str, address: str) -> type[Environment] | None:
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
-    """Import a file as a module of a package made of its folder, so that ``from .x import y`` works."""
+    """Import a file as a module of a package made of its folder, so that ``from .x import y`` works.
+
+    If the folder above is a task too, the package is made of that one: tasks that share code, by
+    ``from ..x import y``, lie in the folder of one of them.
+    """
     path = path.resolve()
-    digest = hashlib.blake2b(str(path.parent).encode(), digest_size=4).hexdigest()
+    root = path.parent
+    while (root.parent / "environment.py").is_file():
+        root = root.parent
+    digest = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
     package = f"{TARGET_PACKAGE}{digest}"
     if package not in sys.modules:
         folder = ModuleType(package)
-        folder.__path__ = [str(path.parent)]
+        folder.__path__ = [str(root)]
         sys.modules[package] = folder
-    return _load_module(f"{package}.{path.stem}", target)
+    return _load_module(".".join((package, *path.relative_to(root).with_suffix("").parts)), target)
 
 
 def _load_module(name: str, target: str) -> ModuleType:

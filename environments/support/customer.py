@@ -7,17 +7,8 @@ from collections.abc import Sequence
 
 from agentrl_env.users import Endpoint, FunctionUser, ModelUser, User, Utterance
 
-from .problems import Problem
+from .problem import Problem
 
-TOPICS = {
-    "identity": r"e-?mail|\bnames?\b|post ?code|zip|who (are|am) ",
-    "order": r"order (number|id)|(which|what) order|number of (the|your) order",
-    "reason": r"\breasons?\b|\bwhy\b",
-    "address": r"(?<!mail )\baddress\b|where (should|shall|do) ",
-    "variant": r"\bcolou?rs?\b|\bsizes?\b|\bvariants?\b|instead|prefer|replac",
-    "payment": r"\bpay(ment)?\b|\bcards?\b|\brefund\b|\bmethods?\b",
-}
-"""Topics of a question, as regular expressions."""
 ASKING = re.compile(r"\?|\b(please|tell me|give me|let me know|i need|provide|share|may i have)\b")
 DONE = re.compile(
     r"\b(has|have) (now |just |already )?been\b|\b(is|are) now\b|\ball (done|set)\b"
@@ -35,12 +26,6 @@ PATIENCE = 3
 THANKS, AGAIN, BYE = "Thank you.", "I see.", "That is all. Goodbye."
 LOST = "I do not understand. Can you do it, or what do you need from me?"
 GIVES_UP = "This does not help me. I will try again another time."
-INSTRUCTIONS = """\
-You are {first} {last}, a customer of an online shop. You write to its support desk.
-{identity}
-Make these requests one after another. Make the next one when the last one is settled or refused:
-{requests}
-Accept it if the desk refuses a request. After the last request, say goodbye."""
 
 
 def make_customer(problem: Problem, endpoint: Endpoint | None, *, seed: int) -> User:
@@ -58,7 +43,7 @@ def instructions(problem: Problem) -> str:
         facts = " ".join(request.facts.values())
         known = f" Only if you are asked: {facts}" if problem.level > 1 and facts else ""
         wishes.append(f"{number}. {request.opening}{known}")
-    return INSTRUCTIONS.format(
+    return problem.instructions.format(
         **problem.customer["name"], identity=problem.identity, requests="\n".join(wishes)
     )
 
@@ -75,6 +60,7 @@ class Customer:
 
     def __init__(self, problem: Problem) -> None:
         self._openings = [request.opening for request in problem.requests]
+        self._topics = {topic: re.compile(pattern) for topic, pattern in problem.topics.items()}
         self._facts = [{"identity": problem.identity, **request.facts} for request in problem.requests]
 
     def __call__(self, dialogue: Sequence[Utterance]) -> Utterance:
@@ -103,7 +89,7 @@ class Customer:
             return ""
         asked = [part for part in re.split(r"(?<=[.?!])\s+", heard) if ASKING.search(part)]
         facts = self._facts[stage]
-        topics = [topic for topic in facts if any(re.search(TOPICS[topic], part) for part in asked)]
+        topics = [topic for topic in facts if any(self._topics[topic].search(part) for part in asked)]
         return " ".join(facts[topic] for topic in topics)
 
     def _next(self, stage: int, words: str) -> Utterance:

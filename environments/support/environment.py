@@ -6,20 +6,11 @@ The customer is a program with rules, or the model behind the OpenAI-compatible 
 
 from __future__ import annotations
 
-import re
+from .desk import Desk
+from .records import MAX_MESSAGE, TODAY
+from .shop.problems import ShopProblem, problems
+from .shop.tools import ShopTools
 
-from agentrl_env import Done, Environment, Message, ToolCall, tool
-from agentrl_env.users import Dialogue, Endpoint
-
-from .customer import make_customer
-from .problems import LEVELS, NUM_SAMPLES, Problem, Problems
-from .records import SHOP, TODAY
-from .tools import SupportTools, call_key
-
-ENDPOINT = Endpoint.from_variables("SUPPORT_USER")
-"""The endpoint of the model that plays the customers; None for customers with rules."""
-MAX_MESSAGE = 600
-"""Characters up to which the customer reads a message with care: facts in longer ones do not count."""
 POLICY = f"""\
 You work at the support desk of an online shop. Today is {TODAY.isoformat()}. Text that you write without a \
 tool call goes to the customer. Keep each message below {MAX_MESSAGE} characters. Only the customer ends \
@@ -41,92 +32,14 @@ delivery address, give the expected day of delivery. Write amounts like 12.50 an
 {TODAY.isoformat()}."""
 
 
-class Support(SupportTools, Environment):
+class Support(ShopTools, Desk):
     """Answer a customer of a shop: ask for details, look up and change records, keep to the policy."""
 
-    splits = tuple(f"{name}-{level}" if level > 1 else name for level in LEVELS for name in NUM_SAMPLES)
-    max_turns = 50
-    blocking = False
-    tool_timeout = 300.0 if ENDPOINT else 30.0
-    reset_timeout = 300.0 if ENDPOINT else 60.0
+    policy = POLICY
+    problem = ShopProblem
 
     @classmethod
     def samples(cls, split):
         """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
         name, _, level = split.partition("-")
-        return Problems(name, int(level or 1))
-
-    async def reset(self, sample, rng):
-        self.data, self.seed = sample.data, sample.seed
-        self.open_records()
-        self.dialogue = self._dialogue()
-        return [
-            Message(role="system", content=POLICY),
-            Message(role="user", content=await self.dialogue.open()),
-        ]
-
-    async def respond(self, text):
-        return await self.dialogue.answer(text, grade=self.grade)
-
-    @tool
-    def transfer_to_colleague(self, summary: str):
-        """Hand the customer over to a colleague, for what neither the policy nor the tools cover.
-
-        This ends the conversation.
-
-        Args:
-            summary: The request in a sentence.
-        """
-        return Done("The customer has been transferred.", reward=self.grade())
-
-    def grade(self):
-        """Return 1 if the records are as they should be and the customer knows what it must know."""
-        return float(self._records_right() and self._told() == 1.0)
-
-    def score(self):
-        right = {"records": float(self._records_right()), "told": self._told()}
-        return {**right, **self.dialogue.metrics()}
-
-    def snapshot(self):
-        state = {name: value for name, value in vars(self).items() if name != "dialogue"}
-        return {**state, "lines": self.dialogue.state()}
-
-    def restore(self, state):
-        lines = state.pop("lines")
-        vars(self).update(state)
-        self.dialogue = self._dialogue(lines)
-
-    def expert(self, rng):
-        """Ask for what is missing, call the tools, say what was done."""
-        told = self.dialogue.told
-        for request in self._problem().requests:
-            for step in request.steps:
-                if step.kind == "call" and call_key(step.text, step.given) not in self.calls:
-                    return ToolCall.of(step.text, **step.given)
-                if step.kind != "call" and step.text not in told:
-                    return step.text
-        return "Is there anything else?"
-
-    def _dialogue(self, lines=()):
-        return Dialogue(make_customer(self._problem(), ENDPOINT, seed=self.seed), state=lines)
-
-    def _problem(self):
-        return Problem(self.data)
-
-    def _records_right(self):
-        wanted, made = self._problem().changes(), self.changes
-        return (
-            all(
-                wanted.get(key) == record or record == (SHOP["orders"].get(key) or SHOP["customers"].get(key))
-                for key, record in made.items()
-            )
-            and wanted.keys() <= made.keys()
-        )
-
-    def _told(self):
-        """Return the share of the amounts and dates that were told."""
-        heard = " ".join(text for text in self.dialogue.told if len(text) <= MAX_MESSAGE)
-        facts = self._problem().told
-        if not facts:
-            return 1.0
-        return sum(bool(re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", heard)) for f in facts) / len(facts)
+        return problems(name, int(level or 1))

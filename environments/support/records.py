@@ -1,13 +1,14 @@
-"""The shop's records: products, customers and orders, the same in every process."""
+"""What the records of all desks share: people, money and dates."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from datetime import date, timedelta
 
 TODAY = date(2026, 6, 15)
-NUM_CUSTOMERS = 500
-SEED = 20260615
+MAX_MESSAGE = 600
+"""Characters up to which a customer reads a message with care: facts in longer ones do not count."""
 FIRST = (
     "Ada", "Ben", "Clara", "David", "Elena", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mia",
     "Noah", "Olga", "Paul", "Quinn", "Rosa", "Sam", "Tara", "Umar", "Vera", "Will", "Yara", "Zoe",
@@ -24,21 +25,10 @@ CITIES = (
     "Ashford", "Brookfield", "Clayton", "Dunmore", "Eastwick", "Fairview", "Glenwood", "Hartley", "Kingsbury",
     "Lakeside",
 )  # fmt: skip
-COLOURS = ("black", "white", "blue", "green", "red", "grey", "yellow", "orange")
-SIZES = ("small", "medium", "large")
-PRODUCTS = (
-    "kettle", "desk lamp", "backpack", "rain jacket", "wool blanket", "water bottle", "office chair",
-    "bookshelf", "frying pan", "alarm clock", "yoga mat", "travel mug", "wall mirror", "teapot", "umbrella",
-    "tent", "sleeping bag", "toaster", "coffee grinder", "picnic basket", "scarf", "cushion", "floor lamp",
-    "suitcase", "bath towel", "garden chair", "tool box", "bread knife", "fruit bowl", "door mat",
-)  # fmt: skip
-PENDING, SHIPPED, DELIVERED = "pending", "shipped", "delivered"
-RETURN_DAYS = {False: 30, True: 60}
-"""Days after the delivery in which goods go back, by membership."""
 
 
 def money(cents: int) -> str:
-    """Return an amount as the shop writes it."""
+    """Return an amount as the desks write it."""
     return f"{cents // 100}.{cents % 100:02d}"
 
 
@@ -48,14 +38,13 @@ def cents(amount: str) -> int:
 
 
 def day(number: int) -> str:
-    """Return a date as the shop writes it, so many days after today."""
+    """Return a date as the desks write it, so many days after today."""
     return (TODAY + timedelta(days=number)).isoformat()
 
 
-def last_day(order: dict, customer: dict) -> str:
-    """Return the last day on which the items of a delivered order go back."""
-    delivered = date.fromisoformat(order["delivered_on"])
-    return (delivered + timedelta(days=RETURN_DAYS[customer["member"]])).isoformat()
+def draw_name(number: int) -> dict[str, str]:
+    """Return the name of a person by number: the first 500 differ."""
+    return {"first": FIRST[number % len(FIRST)], "last": LAST[number // len(FIRST) % len(LAST)]}
 
 
 def draw_address(rng: random.Random) -> dict[str, str]:
@@ -67,81 +56,11 @@ def draw_address(rng: random.Random) -> dict[str, str]:
     }
 
 
-def _tables() -> dict[str, dict[str, dict]]:
-    rng = random.Random(SEED)
-    products = {f"P{100 + n}": _product(n, name, rng) for n, name in enumerate(PRODUCTS)}
-    customers, orders = {}, {}
-    for number in range(NUM_CUSTOMERS):
-        customer = _customer(number, rng)
-        names = rng.sample(list(products), len(products))
-        for _ in range(rng.randrange(4, 7)):
-            bought, names = names[: rng.randrange(1, 4)], names[3:]
-            order = _order(10_000 + len(orders), customer, [products[name] for name in bought], rng)
-            orders[order["order_id"]] = order
-            customer["orders"].append(order["order_id"])
-        customers[customer["customer_id"]] = customer
-    return {"products": products, "customers": customers, "orders": orders}
+def written(address: Mapping[str, str]) -> str:
+    """Return an address in one line."""
+    return f"{address['street']}, {address['postcode']} {address['city']}"
 
 
-def _product(number: int, name: str, rng: random.Random) -> dict:
-    base = rng.randrange(9, 120) * 100
-    variants = []
-    for colour in rng.sample(COLOURS, 4):
-        for size in SIZES:
-            price = base + rng.randrange(0, 3000, 5)
-            stock = rng.randrange(1, 40) if rng.random() < 0.75 else 0
-            variants.append(
-                {
-                    "item_id": f"{100 + number}-{len(variants) + 1:02d}",
-                    "colour": colour,
-                    "size": size,
-                    "price": money(price),
-                    "in_stock": stock,
-                }
-            )
-    return {"product_id": f"P{100 + number}", "name": name, "variants": variants}
-
-
-def _customer(number: int, rng: random.Random) -> dict:
-    first, last = FIRST[number % len(FIRST)], LAST[number // len(FIRST) % len(LAST)]
-    balance = rng.randrange(60) * 100
-    return {
-        "customer_id": f"C{1000 + number}",
-        "name": {"first": first, "last": last},
-        "email": f"{first}.{last}{rng.randrange(10, 99)}@example.com".lower(),
-        "address": draw_address(rng),
-        "member": bool(rng.random() < 0.4),
-        "payment_methods": [
-            {"payment_id": f"card-{rng.randrange(1000, 9999)}", "kind": "card"},
-            {
-                "payment_id": f"gift-{rng.randrange(1000, 9999)}",
-                "kind": "gift card",
-                "balance": money(balance),
-            },
-        ],
-        "orders": [],
-    }
-
-
-def _order(number: int, customer: dict, products: list[dict], rng: random.Random) -> dict:
-    status = rng.choice((PENDING, SHIPPED, DELIVERED, DELIVERED))
-    items = []
-    for product in products:
-        variant = rng.choice(product["variants"])
-        kept = {name: variant[name] for name in ("item_id", "colour", "size", "price")}
-        items.append({"product_id": product["product_id"], "name": product["name"], **kept})
-    order = {
-        "order_id": f"W{number}",
-        "customer_id": customer["customer_id"],
-        "status": status,
-        "address": dict(customer["address"]),
-        "items": items,
-        "payment_id": customer["payment_methods"][int(rng.random() < 0.2)]["payment_id"],
-    }
-    if status == DELIVERED:
-        return {**order, "delivered_on": day(-rng.randrange(2, 90))}
-    return {**order, "expected_on": day(rng.randrange(2, 15))}
-
-
-SHOP = _tables()
-"""The tables ``products``, ``customers`` and ``orders``. No episode changes them."""
+def original(tables: Mapping[str, Mapping[str, dict]], key: str) -> dict | None:
+    """Return a record as it was before the episode."""
+    return next((table[key] for table in tables.values() if key in table), None)

@@ -13,17 +13,18 @@ from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
-Support = load_target(str(Path(__file__).parents[2] / "environments" / "support"))
-PACKAGE = Support.__module__.rpartition(".")[0]
-environment, problems, customer = (
-    sys.modules[f"{PACKAGE}.{name}"] for name in ("environment", "problems", "customer")
-)
-every_level = pytest.mark.parametrize("level", problems.LEVELS)
+FOLDER = Path(__file__).parents[2] / "environments" / "support"
+DESKS = {"support": load_target(str(FOLDER))}
+PACKAGE = DESKS["support"].__module__.rpartition(".")[0]
+desk, customer, shop = (sys.modules[f"{PACKAGE}.{name}"] for name in ("desk", "customer", "shop.problems"))
+KINDS = {"support": shop.KINDS}
+every_desk = pytest.mark.parametrize("task", DESKS)
+every_level = pytest.mark.parametrize("level", [1, 2, 3])
 
 
 @pytest.fixture
 async def client():
-    async with EnvClient.local(Support) as client:
+    async with EnvClient.local(*DESKS.values()) as client:
         yield client
 
 
@@ -33,37 +34,40 @@ def split(level, name="test"):
 
 def index_of(level, *kinds):
     """Return the first test problem with one of these kinds of request, and no other."""
-    samples = problems.Problems("test", level)
+    samples = shop.problems("test", level)
     return next(i for i in range(200) if {w["kind"] for w in samples[i]["requests"]} <= set(kinds))
 
 
+@every_desk
 @every_level
-async def test_expert_solves_every_kind_of_request_and_repeats(client, level):
+async def test_expert_solves_every_kind_of_request_and_repeats(client, task, level):
     kinds = set()
     for index in range(30):
-        session = await client.open("support", split=split(level), index=index)
+        session = await client.open(task, split=split(level), index=index)
         kinds |= {wish["kind"] for wish in session.sample.data["requests"]}
         played = await play(session)
         assert (played.reward, played.metrics["records"], played.metrics["told"]) == (1.0, 1.0, 1.0)
         assert played.metrics["success"] == 1.0
-    assert kinds == set(problems.KINDS[level])
-    assert await play(await client.open("support", split=split(level), index=29)) == played
+    assert kinds == set(KINDS[task][level])
+    assert await play(await client.open(task, split=split(level), index=29)) == played
 
 
 @pytest.mark.slow
+@every_desk
 @every_level
-async def test_two_hundred_episodes_of_the_expert_succeed_and_leave_nothing_behind(client, level):
+async def test_two_hundred_episodes_of_the_expert_succeed_and_leave_nothing_behind(client, task, level):
     for index in range(200):
-        async with await client.open("support", split=split(level, "train"), index=index) as session:
-            hidden = customer.instructions(problems.Problem(session.sample.data))
+        async with await client.open(task, split=split(level, "train"), index=index) as session:
+            hidden = customer.instructions(DESKS[task].problem(session.sample.data))
             played = await play(session)
             assert played.reward == 1.0
             assert not any(hidden in text or "Only if you are asked" in text for text in played.transcript)
 
 
+@every_desk
 @every_level
-def test_test_split_has_a_thousand_different_problems_of_customers_that_train_does_not_have(level):
-    test, train = problems.Problems("test", level), problems.Problems("train", level)
+def test_test_split_has_a_thousand_different_problems_of_customers_that_train_does_not_have(task, level):
+    test, train = (DESKS[task].samples(split(level, name)) for name in ("test", "train"))
     drawn = [test[index] for index in range(len(test))]
     assert len({json.dumps([d["customer"], d["requests"]]) for d in drawn}) == len(drawn) == 1000
     assert len(train) == 10_000
@@ -85,7 +89,7 @@ async def test_refusal_earns_its_reward_with_the_date_and_without_changes(client
         session = await client.open("support", index=index, split="test")
         data = session.sample.data["requests"][0]
         if extra:
-            card = problems.Problem(session.sample.data).customer["payment_methods"][0]["payment_id"]
+            card = shop.ShopProblem(session.sample.data).customer["payment_methods"][0]["payment_id"]
             given = {"order_id": data["order"], "item_ids": data["items"], "refund_to": card}
             await session.step(ToolCall.of("return_items", **given))
         rewards.append((await play(session)).reward)
@@ -114,7 +118,7 @@ async def test_other_words_of_a_policy_are_understood(client):
     said = await session.step("Hi! To help you, please provide your e-mail address.")
     assert "email address" in said.messages[0].content
     said = await session.step("Got it. Could you share the reason for the cancellation?")
-    assert said.messages[0].content in problems.REASONS.values()
+    assert said.messages[0].content in shop.REASONS.values()
     said = await session.step("Thanks. I will cancel the order now, shall I go ahead?")
     assert said.messages[0].content == "Yes, please."
     said = await session.step("I have cancelled your order. Is there anything else I can do?")
@@ -128,7 +132,7 @@ async def test_model_can_play_the_customer(client, monkeypatch):
 
     with ChatServer(reply) as server:
         endpoint = customer.Endpoint(url=server.url)
-        monkeypatch.setattr(environment, "ENDPOINT", endpoint)
+        monkeypatch.setattr(desk, "ENDPOINT", endpoint)
         session = await client.open("support", index=0, split="test-2")
         result = await session.step(Message.assistant("It is cancelled."))
     assert session.messages[-1].content == "Cancel it, please."

@@ -47,6 +47,16 @@ def test_target_loaded_twice_is_the_same_class(folder):
     assert load_target(str(place)) is load_target(f"{place}/environment.py:Task")
 
 
+def test_task_inside_the_folder_of_another_shares_its_code(folder):
+    outer = folder("outer")
+    (outer / "inner").mkdir()
+    inner = SOURCE.replace(".words", "..words").replace("{name}", "Inner")
+    (outer / "inner" / "environment.py").write_text(inner)
+    one, two = load_targets([str(outer), str(outer / "inner")])
+    assert (one.__name__, two.__name__) == ("Task", "Inner")
+    assert sys.modules[two.__module__].WORDS is sys.modules[one.__module__].WORDS
+
+
 def test_classes_are_loaded_from_files_and_modules(folder, monkeypatch, tmp_path):
     place = folder("named", SOURCE + SOURCE.replace("{name}", "Second"))
     assert load_target(f"{place}/environment.py:Second").name == "second"

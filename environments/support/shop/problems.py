@@ -1,32 +1,14 @@
-"""The problems: what a customer wants, how the desk should answer, and what the customer must be told."""
+"""The problems of the shop: what a customer wants, how the desk answers, what the customer must be told."""
 
 from __future__ import annotations
 
-import json
 import random
-from typing import NamedTuple
 
-from .records import (
-    COLOURS,
-    DELIVERED,
-    PENDING,
-    SHIPPED,
-    SHOP,
-    SIZES,
-    TODAY,
-    cents,
-    draw_address,
-    last_day,
-    money,
-)
-from .tools import SupportTools
+from ..problem import IDENTITY, Problem, Problems, Request, Step, ask, call, facts_told, tell
+from ..records import TODAY, cents, draw_address, money, written
+from .records import COLOURS, DELIVERED, PENDING, SHIPPED, SHOP, SIZES, last_day
+from .tools import ShopTools
 
-NUM_SAMPLES = {"train": 10_000, "test": 1_000}
-LEVELS = (1, 2, 3)
-HELD_OUT = 4
-"""Every so many customers one is in the test split."""
-SPARE = 8
-"""Samples of a customer that are drawn at a time."""
 REASONS = {
     "no longer needed": "I no longer need it.",
     "ordered by mistake": "I ordered it by mistake.",
@@ -56,70 +38,36 @@ OPENINGS = {
     "default": ("I have moved. Please change the address of my account.", "Please update my own address."),
 }
 ASK = {
-    "identity": "What is your email address? Or else tell me your name and postcode.",
     "reason": "Why would you like to cancel the order with the {name}?",
     "address": "What is the new address{suffix}?",
     "variant": "Which colour and size of the {name} would you like instead?",
     "payment": "Should the amount for the {name} go to your card or to your gift card?",
 }
+TOPICS = {
+    **IDENTITY,
+    "order": r"order (number|id)|(which|what) order|number of (the|your) order",
+    "reason": r"\breasons?\b|\bwhy\b",
+    "address": r"(?<!mail )\baddress\b|where (should|shall|do) ",
+    "variant": r"\bcolou?rs?\b|\bsizes?\b|\bvariants?\b|instead|prefer|replac",
+    "payment": r"\bpay(ment)?\b|\bcards?\b|\brefund\b|\bmethods?\b",
+}
+"""Topics of a question, as regular expressions."""
+INSTRUCTIONS = """\
+You are {first} {last}, a customer of an online shop. You write to its support desk.
+{identity}
+Make these requests one after another. Make the next one when the last one is settled or refused:
+{requests}
+Accept it if the desk refuses a request. After the last request, say goodbye."""
 
 
-class Step(NamedTuple):
-    """A move of the expert: a question for a fact, a call of a tool, or a message that settles a request."""
+class ShopProblem(Problem):
+    """A problem of the shop."""
 
-    kind: str
-    text: str
-    given: dict
+    tools = ShopTools
+    topics = TOPICS
+    instructions = INSTRUCTIONS
 
-
-class Request(NamedTuple):
-    """One request of the customer."""
-
-    opening: str
-    facts: dict[str, str]
-    """The customer's answers, by the topics that the desk asks for."""
-    steps: list[Step]
-    told: list[str]
-    """What the customer must be told: amounts and dates."""
-
-
-class Problem:
-    """A problem as an episode uses it, from its sample.
-
-    Args:
-        data: The data of a sample.
-    """
-
-    def __init__(self, data: dict) -> None:
-        self.data = data
-        self.level: int = data["level"]
-        self.customer = SHOP["customers"][data["customer"]]
-        self.identity = self._identity()
-        self.requests = [self._request(n, wish) for n, wish in enumerate(data["requests"])]
-
-    @property
-    def told(self) -> list[str]:
-        """All that the customer must be told."""
-        return [fact for request in self.requests for fact in request.told]
-
-    def changes(self) -> dict[str, dict]:
-        """Return the records as they should be at the end. Raises ToolError if a step is refused."""
-        desk = SupportTools()
-        desk.open_records()
-        for request in self.requests:
-            for step in request.steps:
-                if step.kind == "call":
-                    getattr(desk, step.text)(**step.given)
-        return desk.changes
-
-    def _identity(self) -> str:
-        first, last = self.customer["name"].values()
-        if self.data["by_name"]:
-            postcode = self.customer["address"]["postcode"]
-            return f"I do not have the email address at hand. I am {first} {last}, postcode {postcode}."
-        return f"My email address is {self.customer['email']}."
-
-    def _request(self, number: int, wish: dict) -> Request:
+    def request(self, number: int, wish: dict) -> Request:
         kind, style = wish["kind"], self.data["style"]
         order = SHOP["orders"].get(wish.get("order", ""), {})
         items = [item for item in order.get("items", ()) if item["item_id"] in wish.get("items", ())]
@@ -135,7 +83,7 @@ class Problem:
         facts = {"order": f"I do not know the number. It is the order with the {name}." if name else ""}
         steps = self._lookups(number, order)
         getattr(self, f"_{kind}")(wish, order, items, facts, steps)
-        told = [str(step.given["fact"]) for step in steps if step.kind == "tell" and "fact" in step.given]
+        told = facts_told(steps)
         facts = {topic: text for topic, text in facts.items() if text}
         if self.level == 1:  # everything at once
             facts["order"] = f"It is order {order['order_id']}."
@@ -148,19 +96,13 @@ class Problem:
         """Return the calls that find the customer, and the orders up to the right one."""
         steps = []
         if number == 0:
-            if self.data["by_name"]:
-                given = {"name": self.customer["name"], "postcode": self.customer["address"]["postcode"]}
-                find = Step("call", "find_customer_by_name", given)
-            else:
-                find = Step("call", "find_customer", {"email": self.customer["email"]})
-            steps = [Step("ask", ASK["identity"], {"topic": "identity"}), find]
+            steps = self.identify()
             if self.level > 1 or self.customer_needed(order):
-                given = {"customer_id": self.customer["customer_id"]}
-                steps.append(Step("call", "get_customer", given))
+                steps.append(call("get_customer", customer_id=self.customer["customer_id"]))
         if order:
             own = self.customer["orders"]
             seen = own[: own.index(order["order_id"]) + 1] if self.level > 1 else [order["order_id"]]
-            steps += [Step("call", "get_order", {"order_id": one}) for one in seen]
+            steps += [call("get_order", order_id=one) for one in seen]
         return steps
 
     def customer_needed(self, order: dict) -> bool:
@@ -172,26 +114,26 @@ class Problem:
         total = money(sum(cents(item["price"]) for item in order["items"]))
         name = items[0]["name"]
         steps += [
-            Step("ask", ASK["reason"].format(name=name), {"topic": "reason"}),
-            Step("call", "cancel_order", {"order_id": order["order_id"], "reason": wish["reason"]}),
-            _tell(f"Order {order['order_id']} has been cancelled. You get back {total}.", total),
+            ask("reason", ASK["reason"].format(name=name)),
+            call("cancel_order", order_id=order["order_id"], reason=wish["reason"]),
+            tell(f"Order {order['order_id']} has been cancelled. You get back {total}.", total),
         ]
 
     def _shipped(self, wish, order, items, facts, steps):
         facts["reason"] = REASONS[wish["reason"]]
         when = order["expected_on"]
         text = f"I cannot cancel order {order['order_id']}, because it is on its way. It arrives on {when}."
-        steps.append(_tell(text, when))
+        steps.append(tell(text, when))
 
     def _address(self, wish, order, items, facts, steps):
-        facts["address"] = f"The new address is {_written(wish['address'])}."
+        facts["address"] = f"The new address is {written(wish['address'])}."
         when, suffix = order["expected_on"], f" for the order with the {items[0]['name']}"
         given = {"order_id": order["order_id"], "address": wish["address"]}
         text = f"The address of order {order['order_id']} has been changed. It arrives on {when}."
         steps += [
-            Step("ask", ASK["address"].format(suffix=suffix), {"topic": "address"}),
-            Step("call", "change_delivery_address", given),
-            _tell(text, when),
+            ask("address", ASK["address"].format(suffix=suffix)),
+            call("change_delivery_address", **given),
+            tell(text, when),
         ]
 
     def _return(self, wish, order, items, facts, steps):
@@ -204,14 +146,14 @@ class Problem:
             ),
         }
         steps += [
-            Step("call", "return_items", given),
-            _tell(f"Your return has been registered. You get back {total}.", total),
+            call("return_items", **given),
+            tell(f"Your return has been registered. You get back {total}.", total),
         ]
 
     def _late(self, wish, order, items, facts, steps):
         last = last_day(order, self.customer)
         facts["payment"] = "The refund should go to my card."
-        steps.append(_tell(f"I cannot take that back: the last day for it was {last}.", last))
+        steps.append(tell(f"I cannot take that back: the last day for it was {last}.", last))
 
     def _change(self, wish, order, items, facts, steps):
         self._replaced("change_items", wish, order, items[0], facts, steps)
@@ -224,39 +166,31 @@ class Problem:
         new = _wanted(product, item, wish["variant"])
         facts["variant"] = _wish_text(wish["variant"])
         difference = cents(new["price"]) - cents(item["price"])
-        steps.append(Step("ask", ASK["variant"].format(name=item["name"]), {"topic": "variant"}))
-        steps.append(Step("call", "get_product", {"product_id": product["product_id"]}))
+        steps.append(ask("variant", ASK["variant"].format(name=item["name"])))
+        steps.append(call("get_product", product_id=product["product_id"]))
         payment = self._payment(wish, order, facts, steps, item["name"], "Please use")
         replacement = {"item_id": item["item_id"], "new_item_id": new["item_id"]}
         given = {"order_id": order["order_id"], "replacements": [replacement], "payment_id": payment}
         amount = money(abs(difference))
         verb = "pay" if difference > 0 else "get back"
         done = "exchange has been registered" if tool == "exchange_items" else "order has been changed"
-        steps += [Step("call", tool, given), _tell(f"Your {done}. You {verb} {amount}.", amount)]
+        steps += [call(tool, **given), tell(f"Your {done}. You {verb} {amount}.", amount)]
 
     def _default(self, wish, order, items, facts, steps):
-        facts["address"] = f"The new address is {_written(wish['address'])}."
+        facts["address"] = f"The new address is {written(wish['address'])}."
         given = {"customer_id": self.customer["customer_id"], "address": wish["address"]}
         steps += [
-            Step("ask", ASK["address"].format(suffix=" of your account"), {"topic": "address"}),
-            Step("call", "change_default_address", given),
-            Step("tell", "The address of your account has been changed.", {}),
+            ask("address", ASK["address"].format(suffix=" of your account")),
+            call("change_default_address", **given),
+            tell("The address of your account has been changed."),
         ]
 
     def _payment(self, wish, order, facts, steps, name, words) -> str:
         """Return the id of the wanted payment method."""
         facts["payment"] = f"{words} my {wish['payment']}."
-        steps.append(Step("ask", ASK["payment"].format(name=name), {"topic": "payment"}))
+        steps.append(ask("payment", ASK["payment"].format(name=name)))
         methods = self.customer["payment_methods"]
         return next(method["payment_id"] for method in methods if method["kind"] == wish["payment"])
-
-
-def _tell(text: str, fact: str) -> Step:
-    return Step("tell", text, {"fact": fact})
-
-
-def _written(address: dict[str, str]) -> str:
-    return f"{address['street']}, {address['postcode']} {address['city']}"
 
 
 def _wanted(product: dict, item: dict, wish: dict) -> dict | None:
@@ -284,50 +218,10 @@ def _wish_text(wish: dict) -> str:
     return f"Any size, but not in {wish['not_colour']}. The cheapest that you have in stock."
 
 
-class Problems:
-    """The samples of a split, all different. They take turns among the customers.
-
-    Args:
-        split: "train" or "test".
-        level: The level.
-    """
-
-    def __init__(self, split: str, level: int) -> None:
-        self._level, self._size = level, NUM_SAMPLES[split]
-        every = list(SHOP["customers"].values())
-        self._customers = [
-            customer
-            for number, customer in enumerate(every)
-            if (number % HELD_OUT == 0) == (split == "test") and _can_ask(customer)
-        ]
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> dict:
-        index = range(self._size)[index]
-        number, place = divmod(index, len(self._customers))
-        return _samples(self._customers[place]["customer_id"], self._level, number)[number]
-
-
-_made: dict[tuple[str, int], list[dict]] = {}
-
-
-def _samples(name: str, level: int, number: int) -> list[dict]:
-    """Return the samples of a customer, up to the one with this number at least."""
-    made = _made.get((name, level), [])
-    if number < len(made):
-        return made
-    rng, made, seen = random.Random(f"{name} {level}"), [], set()
-    while len(made) < number + SPARE:
-        if (requests := _draw(SHOP["customers"][name], level, rng)) is None:
-            continue
-        data = {"level": level, "customer": name, "requests": requests}
-        if (key := json.dumps(data, sort_keys=True)) not in seen:
-            seen.add(key)
-            made.append({**data, "style": rng.randrange(2), "by_name": level > 1 and rng.random() < 0.5})
-    _made[name, level] = made
-    return made
+def problems(split: str, level: int) -> Problems:
+    """Return the samples of "train" or "test" at a level."""
+    every = enumerate(SHOP["customers"].items())
+    return Problems(split, level, {n: name for n, (name, row) in every if _can_ask(row)}, draw)
 
 
 def _can_ask(customer: dict) -> bool:
@@ -339,8 +233,9 @@ def _can_ask(customer: dict) -> bool:
     return {PENDING, DELIVERED} <= clear
 
 
-def _draw(customer: dict, level: int, rng: random.Random) -> list[dict] | None:
+def draw(customer_id: str, level: int, rng: random.Random) -> list[dict] | None:
     """Return requests that do not touch the same order; None if the customer has no orders for them."""
+    customer = SHOP["customers"][customer_id]
     count = 1 if level < 3 else rng.randrange(2, 4)
     orders = [SHOP["orders"][name] for name in customer["orders"]]
     wishes: list[dict] = []
