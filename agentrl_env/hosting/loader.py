@@ -29,7 +29,7 @@ def load_target(target: str | type[Environment]) -> type[Environment]:
     Args:
         target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, the name of an
             installed task, the class itself, or what a bridge serves: ``gym:ID``, ``harbor:DIR``,
-            ``mcp:COMMAND``, ``openenv+http://host:8000``, ``openenv+docker:IMAGE``.
+            ``mcp:COMMAND``, ``openenv+http://host:8000``, ``openenv+docker:IMAGE``, ``tau2:DOMAIN``.
 
     Raises TargetError.
     """
@@ -98,6 +98,10 @@ def _bridged(scheme: str, address: str) -> type[Environment] | None:
             from agentrl_env.bridges.openenv import client as openenv
 
             return openenv.load(address)
+        case "tau2":
+            from agentrl_env.bridges import tau2
+
+            return tau2.load(address)
     return None
 
 

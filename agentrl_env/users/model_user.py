@@ -48,8 +48,8 @@ class ModelUser:
         max_calls: Tool calls that the user can make before it speaks. Further ones fail the episode.
         max_tokens: Tokens that the model can write in an episode, after which the episode is truncated. None
             sets no limit.
-        stop: The word that ends the dialogue.
-        rules: General rules before the instructions, with ``{stop}`` for the stop word.
+        stop: The word that ends the dialogue, or several.
+        rules: General rules before the instructions, with ``{stop}`` for the first stop word.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class ModelUser:
         seed: int = 0,
         max_calls: int = MAX_CALLS,
         max_tokens: int | None = None,
-        stop: str = STOP,
+        stop: str | Sequence[str] = STOP,
         rules: str = RULES,
     ) -> None:
-        if not stop.strip():
+        self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not self.stops or not all(word.strip() for word in self.stops):
             raise DefinitionError("stop is empty, so that every message would end the dialogue; give a word")
         self.instructions, self.endpoint, self.seed = instructions, endpoint, seed
         self.tools = OwnTools(tools) if tools is not None else None
-        self.max_calls, self.max_tokens, self.stop = max_calls, max_tokens, stop
-        self._system = f"{rules.replace('{stop}', stop)}\n\n{instructions}"
+        self.max_calls, self.max_tokens = max_calls, max_tokens
+        self._system = f"{rules.replace('{stop}', self.stops[0])}\n\n{instructions}"
 
     async def speak(self, dialogue: Sequence[Utterance]) -> Utterance:
         """Return the model's next message, after its tool calls.
@@ -100,8 +101,8 @@ class ModelUser:
     def _said(self, answers: Sequence[Completion], calls: Sequence[UserCall]) -> Utterance:
         whole = message_text(answers[-1].message)
         text = visible_text(whole)
-        ends = self.stop in text
-        text = text.replace(self.stop, "").strip()
+        said = self._without_stops(text)
+        ends, text = said != text, said.strip()
         if not text and not ends:
             raise UserFailed(f"the model that plays the user wrote no message, but {whole[:200]!r}")
         thoughts = [answer.thought for answer in answers if answer.thought]
@@ -117,6 +118,11 @@ class ModelUser:
             repeats=sum(answer.repeats for answer in answers),
         )
 
+    def _without_stops(self, text: str) -> str:
+        for word in self.stops:
+            text = text.replace(word, "")
+        return text
+
     def _messages(self, dialogue: Sequence[Utterance]) -> list[Message]:
         """Return the dialogue from the user's side: the model is its assistant, and the policy its user."""
         messages = [Message(role="system", content=self._system)]
@@ -124,7 +130,7 @@ class ModelUser:
             messages.append(Message(role="user", content=OPENING))
         for line in dialogue:
             if line.speaker == "assistant":
-                messages.append(Message(role="user", content=line.text.replace(self.stop, "")))
+                messages.append(Message(role="user", content=self._without_stops(line.text)))
                 continue
             for own in line.calls:
                 messages += [Message(role="assistant", tool_calls=(own.call,)), _tool_answer(own)]
