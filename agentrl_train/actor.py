@@ -72,6 +72,8 @@ MAX_REASON = 2_000
 """Characters of an environment's error message that are kept."""
 MAX_VALUE = 1e12
 """Largest magnitude of a reward or metric: its square still fits the float32 of the learner."""
+TIME_DIGITS = 4
+"""Decimals of the times of turns, in seconds."""
 NO_TOKENS = "the engine returned a completion without a token; a stop token is one"
 _numbers = itertools.count()
 
@@ -278,6 +280,7 @@ class _Attempt:
         self._chat = actor.chat
         self._rollout = actor.rollout
         self._clock = actor.clock
+        self._started, self._started_s = time.time(), actor.clock()
         self._client = client
         self._program = program
         self._trace = trace
@@ -298,7 +301,6 @@ class _Attempt:
         self._metrics: dict[str, float] = {}
 
     async def run(self) -> Trajectory:
-        started = self._clock()
         error: str | None = None
         try:
             if self._program is not None:
@@ -325,7 +327,8 @@ class _Attempt:
             success=succeeded(self._metrics, reward),
             metrics=self._metrics,
             error=error,
-            seconds=self._clock() - started,
+            seconds=self._clock() - self._started_s,
+            started=self._started,
             segments=tuple(self._segments) or (ROOT,),
         )
 
@@ -371,9 +374,10 @@ class _Attempt:
             require_room(self._episode.task, tokens=len(context), sampling=self.sampling)
         while len(context) < self.sampling.max_context:
             turns_left -= 1
-            count = len(self._turns) + 1
+            count, asked = len(self._turns) + 1, self._elapsed()
             with self._trace.span(self._track, f"turn {count}"):
                 *spare, completion = [await self.complete(context, segment=number) for _ in self._samples]
+                times = asked, self._elapsed()
                 message, thought, tolerant = self._chat.parse(
                     completion.token_ids, turn=count, tools=tools, prompt=context
                 )
@@ -386,6 +390,7 @@ class _Attempt:
                     tolerant=tolerant,
                     segment=number,
                     alternatives=spare,
+                    times=times,
                 )
                 full = len(context) + len(completion.token_ids) >= self.sampling.max_context
                 if full and completion.finish_reason == "length" and (message.tool_calls or not number):
@@ -396,6 +401,7 @@ class _Attempt:
                     return sub_agent.report(message)
                 answer = self._answer if self._sub_agent is None else self._answer_calls
                 reply = await answer(session, message, turn, tools)
+                self._turns[count - 1] = replace(self._turns[count - 1], times=(*times, self._elapsed()))
             if isinstance(reply, EpisodeEnd):
                 return reply
             if (end := self._limit_reached()) is not None:
@@ -461,6 +467,10 @@ class _Attempt:
             invalid_calls=recorded.invalid_calls + len(calls.errors),
         )
         return self._turns[index].reply
+
+    def _elapsed(self) -> float:
+        """Return the seconds since the start, rounded because every turn records three of them."""
+        return round(self._clock() - self._started_s, TIME_DIGITS)
 
     def _segment_key(self, number: int) -> str:
         """Return the engine's key of a segment's context."""

@@ -215,6 +215,8 @@ class Turn:
     """Number of the segment in its trajectory whose context the turn extends."""
     alternatives: Sequence[Completion] = ()
     """Further completions of the same context, which the environment never saw."""
+    times: Sequence[float] = field(default=(), compare=False)
+    """Seconds from the start of the episode to the request, the completion and, if it came, the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +263,8 @@ class Trajectory:
     """Scores of ``[reward]`` by name, with the environment's own reward as ``environment``."""
     error: str | None = None
     seconds: float = 0.0
+    started: float | None = field(default=None, compare=False)
+    """Unix time of the start; None if it was not recorded."""
     segments: Sequence[Segment] = (ROOT,)
 
     def __post_init__(self) -> None:

@@ -138,6 +138,7 @@ def _line(session: Session, ready: ServedPolicy) -> dict[str, Any]:
         for turn in recorded.turns
     ]
     whole = readable(recorded)
-    kept = {name: whole[name] for name in ("metrics", "messages")} | {"segments": whole.get("segments", [])}
+    kept = {name: whole[name] for name in ("started", "metrics", "messages")}
+    kept["segments"] = whole.get("segments", [])
     reward = recorded.reward if session.rewarded else None
     return {"session": session.key, "reward": reward, **kept, "turns": turns}

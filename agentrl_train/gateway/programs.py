@@ -227,6 +227,7 @@ def trajectory(
         metrics=session.metrics,
         error=error,
         seconds=seconds,
+        started=session.started,
         segments=segments,
     )
 

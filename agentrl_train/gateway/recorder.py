@@ -57,6 +57,8 @@ class Call:
     invalid_calls: int = 0
     tolerant: bool = False
     reward: float = 0.0
+    asked: float = 0.0
+    sampled: float = 0.0
     cut: bool = False
     """Whether the token limit ended the answer."""
     end: int = 0
@@ -127,6 +129,7 @@ class Recorder:
         options: Hashable = None,
         retried: bool = False,
         agent: str | None = None,
+        elapsed: float = 0.0,
     ) -> tuple[Call, bool]:
         """Return the call for a request, and whether it repeats an earlier one, whose answer it gets.
 
@@ -136,6 +139,7 @@ class Recorder:
             options: what else distinguishes two requests.
             retried: whether the client says that it repeats a request.
             agent: name of the agent that calls.
+            elapsed: seconds since the start of the rollout.
 
         Raises:
             Exception: the template refuses the messages, mostly with one of ``chat.REFUSALS``.
@@ -173,6 +177,7 @@ class Recorder:
             prompt_ids=prompt,
             context=context,
             request=request,
+            asked=elapsed,
         )
         conversation.calls.append(call)
         return call, False
@@ -188,10 +193,16 @@ class Recorder:
             return len(self._chat.opening(messages, tools))
         return len(before.tokens) + len(self._reply(_with_ids(messages, before)[before.end :], before))
 
-    def finish(self, call: Call, completion: Completion, *, stop: Sequence[str] = ()) -> None:
-        """Record the completion of a call; it is cut after the first of the texts in ``stop``."""
+    def finish(
+        self, call: Call, completion: Completion, *, stop: Sequence[str] = (), elapsed: float = 0.0
+    ) -> None:
+        """Record the completion of a call; it is cut after the first of the texts in ``stop``.
+
+        ``elapsed`` is in seconds since the start of the rollout.
+        """
         if call not in call.conversation.calls:
             return  # it was lost, and the conversation went on without it
+        call.sampled = elapsed
         call.cut = completion.finish_reason == "length"
         completion, text = self._cut(completion, stop)
         call.cut = call.cut and text is None
@@ -256,6 +267,7 @@ class Recorder:
                     tolerant=call.tolerant,
                     thought=call.thought,
                     segment=kept.index(call.conversation),
+                    times=(call.asked, call.sampled, *(one.asked for one in later[:1])),
                 )
             )
         return turns, segments or [Segment(parent=None, after_turn=None, reason="root")]

@@ -40,7 +40,7 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
-from agentrl_train.actor import NO_TOKENS
+from agentrl_train.actor import NO_TOKENS, TIME_DIGITS
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, ConstraintError, EngineError
 from agentrl_train.gateway import chat_completions, responses
@@ -121,7 +121,9 @@ class Session:
         """The last error of the engine, None once it has answered again."""
         self.context_full = False
         """Whether the context ended the last conversation: its answer was cut, or its call refused."""
-        self.last_used = time.monotonic()
+        self.started = time.time()
+        """Unix time of the start."""
+        self.last_used = self._started_s = time.monotonic()
         self.closed = False
         self._sampler = sampler
         self._stated = stated
@@ -156,7 +158,9 @@ class Session:
         agent = request.headers.get(AGENT_HEADER)
         self._raise_if_closed()
         with _refusals():
-            call, _ = self.recorder.begin(messages, tools, options=options, retried=retried, agent=agent)
+            call, _ = self.recorder.begin(
+                messages, tools, options=options, retried=retried, agent=agent, elapsed=self._elapsed()
+            )
         for other, task in self._answers.items():
             if other not in other.conversation.calls:
                 task.cancel()  # the conversation went on without its answer
@@ -225,6 +229,9 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _elapsed(self) -> float:
+        return round(time.monotonic() - self._started_s, TIME_DIGITS)
+
     def _raise_if_closed(self) -> None:
         if self.closed:
             raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
@@ -256,7 +263,7 @@ class Session:
                 raise EngineUnavailable(str(error)) from error
             self.failure = None
             call.text_only = constraint.calls == "none"
-            self.recorder.finish(call, completion, stop=stop)
+            self.recorder.finish(call, completion, stop=stop, elapsed=self._elapsed())
             self.context_full = call.cut and len(call.tokens) >= most
             if self.context_full:
                 call.invalid_calls = 0  # the policy did not write the end

@@ -106,6 +106,7 @@ def _pack(trajectory: Trajectory, ints: list[int], floats: list[float]) -> dict[
         "scores": dict(trajectory.scores),
         "error": trajectory.error,
         "seconds": trajectory.seconds,
+        "started": trajectory.started,
         "segments": [_pack_segment(one) for one in trajectory.segments],
     }
 
@@ -122,6 +123,7 @@ def _unpack(structure: dict[str, Any], reader: _Reader) -> Trajectory:
         scores=structure.get("scores", {}),
         error=structure["error"],
         seconds=structure["seconds"],
+        started=structure.get("started"),
         segments=tuple(map(_unpack_segment, structure["segments"])) if "segments" in structure else (ROOT,),
     )
 
@@ -155,6 +157,7 @@ def _pack_turn(turn: Turn, ints: list[int], floats: list[float]) -> dict[str, An
         "thought": turn.thought,
         "segment": turn.segment,
         "alternatives": [_pack_completion(one, ints, floats) for one in turn.alternatives],
+        "times": list(turn.times),
     }
 
 
@@ -182,6 +185,7 @@ def _unpack_turn(structure: dict[str, Any], reader: _Reader) -> Turn:
         thought=structure.get("thought"),
         segment=structure.get("segment", 0),
         alternatives=tuple(_unpack_completion(one, reader) for one in structure.get("alternatives", ())),
+        times=tuple(structure.get("times", ())),
     )
 
 

@@ -257,6 +257,7 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
         "scores": dict(trajectory.scores),
         "error": trajectory.error,
         "seconds": round(trajectory.seconds, 3),
+        **({} if trajectory.started is None else {"started": round(trajectory.started, 3)}),
         "messages": messages,
         **({"segments": segments} if len(segments := _segments(trajectory)) > 1 else {}),
     }
@@ -277,10 +278,14 @@ def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
     label = {"segment": number} if len(trajectory.segments) > 1 else {}
     opening = trajectory.segments[number].opening if number else trajectory.opening
     messages = [message.wire() | label for message in opening]
+    context = 0
     for index, turn in enumerate(trajectory.turns):
         if turn.segment != number:
             continue
-        messages.append(turn.message.wire() | {"turn": {"number": index, **_turn(turn)}} | label)
+        context += len(turn.prompt_ids)
+        facts = {"number": index, **_turn(turn, context)}
+        messages.append(turn.message.wire() | {"turn": facts} | label)
+        context += len(turn.completion.token_ids)
         reply = [message.wire() | label for message in turn.reply]
         opened = [(n, one) for n, one in enumerate(trajectory.segments) if one.after_turn == index]
         for child, one in opened:
@@ -312,15 +317,18 @@ def parse_jsonl(text: str) -> list[dict[str, Any]]:
     return records
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _turn(turn: Turn, context: int) -> dict[str, Any]:
+    """Return the facts of a turn; ``context`` is the number of tokens in front of its completion."""
     completion = turn.completion
     return {
+        **({"context": context} if context else {}),  # a restored evaluation has no tokens
         "tokens": len(completion.token_ids),
         "versions": [min(completion.versions, default=0), max(completion.versions, default=0)],
         "policy": completion.policy,
         "finish_reason": completion.finish_reason,
         "reward": turn.reward,
         "invalid_calls": turn.invalid_calls,
+        **({"times": list(turn.times)} if turn.times else {}),
         **({"tolerant": True} if turn.tolerant else {}),
         **({"thought": turn.thought} if turn.thought else {}),
     }

@@ -269,6 +269,8 @@ def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeReco
     """Return the record of an episode. The turns of all segments follow one another."""
     sides: dict[EpisodeEnd, Literal["model", "environment"]] = {EpisodeEnd.FAILED_ENGINE: "model"}
     started = datetime.now(UTC) - timedelta(seconds=trajectory.seconds)
+    if trajectory.started is not None:
+        started = datetime.fromtimestamp(trajectory.started, UTC)
     return EpisodeRecord(
         index=index,
         attempt=attempt,
@@ -322,6 +324,7 @@ def restored(record: EpisodeRecord, *, task: str, split: str) -> Trajectory:
         metrics=record.metrics,
         error=record.error,
         seconds=record.seconds,
+        started=datetime.fromisoformat(record.started).timestamp(),
     )
 
 

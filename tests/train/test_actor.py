@@ -1,5 +1,6 @@
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ from agentrl_env import EnvClient
 from agentrl_env.client import ClientSession
 from agentrl_env.errors import ServerUnreachable
 from agentrl_env.types import Message, ToolCall
-from agentrl_train.actor import turn_limit
+from agentrl_train.actor import TIME_DIGITS, turn_limit
 from agentrl_train.batch import sequence
 from agentrl_train.config import RolloutSection
 from agentrl_train.types import Completion, EpisodeEnd, TrajectoryGroup
@@ -35,6 +36,17 @@ async def test_episode_is_played_to_its_end(client: EnvClient) -> None:
     assert trajectory.turns[-1].reply[0].content == "zero"
     assert {v for turn in trajectory.turns for v in turn.completion.versions} == {7}
     assert engine.released == {engine.calls[0][0]}
+
+
+async def test_turns_have_the_times_of_their_request_completion_and_reply(client: EnvClient) -> None:
+    before = time.time()
+    trajectory = await make_actor(ScriptedEngine(CHAT, always(DOWN)), client).sibling(EPISODE)
+    assert trajectory.started is not None
+    assert before <= trajectory.started <= time.time()
+    times = [second for turn in trajectory.turns for second in turn.times]
+    assert len(times) == 9
+    assert times == sorted(times)
+    assert 0 < times[-1] <= round(trajectory.seconds, TIME_DIGITS)
 
 
 @settings(max_examples=30, deadline=None)
@@ -197,7 +209,7 @@ async def test_turn_that_the_full_context_cuts_is_recorded_and_not_acted_on(
     engine = ScriptedEngine(CHAT, lambda context, key: next(script))
     trajectory = await make_actor(engine, client, max_context=second + 80).sibling(EPISODE)
     assert trajectory.end is EpisodeEnd.TRUNCATED_LENGTH
-    assert len(trajectory.turns) == 2
+    assert [len(turn.times) for turn in trajectory.turns] == [3, 2]
     assert len(steps) == 1
     last = trajectory.turns[-1]
     assert last.completion.finish_reason == "length"

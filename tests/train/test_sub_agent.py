@@ -112,6 +112,8 @@ async def test_worker_acts_in_the_same_session_and_its_report_is_the_result(clie
     (result,) = trajectory.turns[0].reply
     assert (result.role, result.content, result.tool_call_id) == ("tool", "It is 401.", "call_1_0")
     assert trajectory.turns[1].reply[0].content == "The code is 401."
+    called, looked, reported, entered = [turn.times for turn in trajectory.turns]
+    assert called[1] <= looked[0] <= reported[1] <= called[2] <= entered[0]
 
 
 async def test_every_segment_is_the_row_that_the_engine_saw(client: EnvClient) -> None:

@@ -110,6 +110,8 @@ async def test_program_gives_a_trajectory_with_its_reward(run: Any) -> None:
     assert trajectory.sample.data == SAMPLES["train"][1]
     assert [message.content for message in trajectory.opening] == [trajectory.sample.data["question"]]
     assert trajectory.turns[0].completion.token_ids == CHAT.completion(Message.assistant("4"))
+    assert trajectory.started is not None
+    assert 0 <= trajectory.turns[0].times[0] <= trajectory.turns[0].times[1] <= trajectory.seconds
 
 
 async def crashing(base_url: str, sample: TaskSample) -> float:

@@ -77,6 +77,15 @@ def test_call_that_repeats_an_answer_appends_to_its_tokens() -> None:
     assert [m.role for m in recorder.opening] == ["system", "user"]
 
 
+def test_reply_has_the_time_of_the_call_that_brings_it() -> None:
+    recorder = Recorder(CHAT)
+    first, _ = recorder.begin([user("go")], (TOOL,), elapsed=0.5)
+    recorder.finish(first, completion_of(CHAT, CALLING), elapsed=0.75)
+    second, _ = recorder.begin([user("go"), first.message, result(first, "1")], (TOOL,), elapsed=2.0)
+    recorder.finish(second, completion_of(CHAT, "done"), elapsed=2.5)
+    assert [turn.times for turn in recorder.rollout()[0]] == [(0.5, 0.75, 2.0), (2.0, 2.5)]
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -175,6 +175,28 @@ def test_group_written_before_there_were_segments_is_read():
     assert decode_group(former) == group
 
 
+def test_times_round_trip_and_are_not_compared():
+    group = make_group(1)
+    turn = replace(group.trajectories[0].turns[0], times=(0.0, 0.125, 0.1251))
+    timed = replace(group.trajectories[0], turns=(turn,), started=1_800_000_000.25)
+    (back,) = decode_group(encode_group(replace(group, trajectories=(timed,)))).trajectories
+    assert (back.started, back.turns[0].times) == (1_800_000_000.25, (0.0, 0.125, 0.1251))
+    assert back == group.trajectories[0]
+
+
+def test_group_written_before_there_were_times_is_read():
+    group = make_group(1)
+    raw = zlib.decompress(encode_group(group))
+    size, *counts = struct.unpack_from("<III", raw)
+    structure = json.loads(raw[12 : 12 + size])
+    for one in structure["trajectories"]:
+        assert one.pop("started") is None
+        assert [turn.pop("times") for turn in one["turns"]] == [[]]
+    text = json.dumps(structure).encode()
+    former = zlib.compress(struct.pack("<III", len(text), *counts) + text + raw[12 + size :])
+    assert decode_group(former) == group
+
+
 def test_greedy_episode_of_a_group_round_trips():
     group = make_group(1)
     group = replace(group, greedy=group.trajectories[0])

@@ -38,6 +38,7 @@ def make_trajectory(
         reply=(Message(role="tool", content="sold", tool_call_id="call_0"),),
         reward=reward,
         invalid_calls=0,
+        times=(0.0, 0.25, 0.5),
     )
     return Trajectory(
         sample=TaskSample(task=task, split="test", index=index, seed=7),
@@ -47,6 +48,7 @@ def make_trajectory(
         reward=reward,
         success=reward >= 1.0,
         seconds=0.5,
+        started=1_800_000_000.123456,
     )
 
 
@@ -132,17 +134,20 @@ def test_zero_trajectories_writes_none(tmp_path: Path):
 def test_readable_episode_has_policy_and_reward_of_each_turn():
     episode = readable(make_trajectory(), make_group(4, "shop"))
     assert (episode["group_id"], episode["admitted_version"], episode["end"]) == (4, 3, "terminated")
+    assert (episode["started"], episode["seconds"]) == (1_800_000_000.123, 0.5)
     user, assistant, tool = episode["messages"]
     assert user["content"] == "buy a lamp"
     assert assistant["tool_calls"][0]["function"] == {"name": "buy", "arguments": '{"item": 2}'}
     assert assistant["turn"] == {
         "number": 0,
+        "context": 2,
         "tokens": 3,
         "versions": [3, 4],
         "policy": "stale",
         "finish_reason": "stop",
         "reward": 1.0,
         "invalid_calls": 0,
+        "times": [0.0, 0.25, 0.5],
     }
     assert tool["content"] == "sold"
     json.dumps(episode)
