@@ -21,7 +21,7 @@ import typer
 from agentrl_env.cli.imports import uncollected_imports
 from agentrl_env.errors import AgentRLError, check_system, install_extra
 from agentrl_train.config import RunConfig, gateway_config, load_config
-from agentrl_train.errors import TrainError
+from agentrl_train.errors import ConfigError, TrainError
 from agentrl_train.training.trainer import Trainer
 
 EXTRA_MODULES = (
@@ -333,15 +333,36 @@ def show_command(
         Path | None,
         typer.Option("--atif", metavar="FOLDER", help="Write them there as ATIF files instead, with tokens."),
     ] = None,
+    spans: Annotated[
+        str | None,
+        typer.Option(
+            "--spans",
+            metavar="FILE|URL",
+            help="Write them there as OpenTelemetry spans instead, or send these to a collector.",
+        ),
+    ] = None,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="--spans: with messages, arguments and results.")
+    ] = False,
 ) -> None:
     """Print the last recorded episodes of a finished or running run."""
     from agentrl_train.report.atif import write_atif
     from agentrl_train.report.transcript import last_episodes, transcript
 
+    if messages and spans is None:
+        raise typer.BadParameter("--messages is an option of --spans")
     episodes = last_episodes(folder, last=last, task=task, failed=failed)
     if atif is not None:
         write_atif(episodes, atif, model=folder.resolve().name)
         typer.echo(f"wrote {len(episodes)} episodes to {atif}")
+    if spans is not None:
+        try:
+            from agentrl_train.report.otlp import export_spans
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--spans needs OpenTelemetry: {install_extra('otel')}") from error
+        export_spans(episodes, spans, run=folder.resolve().name, messages=messages)
+        typer.echo(f"wrote {len(episodes)} traces to {spans}")
+    if atif is not None or spans is not None:
         return
     for one in episodes:
         typer.echo(transcript(one.episode, source=one.source) + "\n")

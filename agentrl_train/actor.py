@@ -377,7 +377,7 @@ class _Attempt:
             count, asked = len(self._turns) + 1, self._elapsed()
             with self._trace.span(self._track, f"turn {count}"):
                 *spare, completion = [await self.complete(context, segment=number) for _ in self._samples]
-                times = asked, self._elapsed()
+                sampled = self._elapsed()
                 message, thought, tolerant = self._chat.parse(
                     completion.token_ids, turn=count, tools=tools, prompt=context
                 )
@@ -390,7 +390,7 @@ class _Attempt:
                     tolerant=tolerant,
                     segment=number,
                     alternatives=spare,
-                    times=times,
+                    times=(asked, sampled),
                 )
                 full = len(context) + len(completion.token_ids) >= self.sampling.max_context
                 if full and completion.finish_reason == "length" and (message.tool_calls or not number):
@@ -401,7 +401,6 @@ class _Attempt:
                     return sub_agent.report(message)
                 answer = self._answer if self._sub_agent is None else self._answer_calls
                 reply = await answer(session, message, turn, tools)
-                self._turns[count - 1] = replace(self._turns[count - 1], times=(*times, self._elapsed()))
             if isinstance(reply, EpisodeEnd):
                 return reply
             if (end := self._limit_reached()) is not None:
@@ -426,7 +425,8 @@ class _Attempt:
         if invalid_calls or any(not call.function.name for call in message.tool_calls or ()):
             parser = self._chat.parser
             reply = with_syntax(reply, message, invalid_calls=invalid_calls, parser=parser, tools=tools)
-        self._turns.append(turn(reply=reply, reward=result.reward, invalid_calls=invalid_calls))
+        recorded = turn(reply=reply, reward=result.reward, invalid_calls=invalid_calls)
+        self._turns.append(replace(recorded, times=(*recorded.times, self._elapsed())))
         if not result.final:
             return reply
         self._metrics = dict(result.metrics)
@@ -465,6 +465,7 @@ class _Attempt:
             recorded,
             reply=sub_agent.merged(message, recorded.reply, answers),
             invalid_calls=recorded.invalid_calls + len(calls.errors),
+            times=(*recorded.times[:2], self._elapsed()),
         )
         return self._turns[index].reply
 

@@ -41,7 +41,7 @@ def write_atif(episodes: Iterable[Recorded], folder: Path, *, model: str) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         for one in episodes:
             text = json.dumps(atif(one, model=model), ensure_ascii=False, indent=1)
-            path = folder / f"{_name(one, model)}.json"
+            path = folder / f"{one.name(model)}.json"
             path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"episodes cannot be written to {folder}: {error.strerror}") from error
@@ -73,17 +73,13 @@ def atif(recorded: Recorded, *, model: str) -> dict[str, Any]:
     completions = [step["metrics"]["completion_tokens"] for step in steps if "metrics" in step]
     return {
         "schema_version": SCHEMA,
-        "session_id": _name(recorded, model),
-        "trajectory_id": _name(recorded, model),
+        "session_id": recorded.name(model),
+        "trajectory_id": recorded.name(model),
         "agent": {"name": "agentrl-train", "version": version("agentrl-kit"), "model_name": model},
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {"total_completion_tokens": sum(completions), "total_steps": len(steps)},
         "extra": {name: episode[name] for name in _FACTS if episode.get(name) is not None},
     }
-
-
-def _name(recorded: Recorded, model: str) -> str:
-    return f"{model}_{recorded.source}_{recorded.line:06d}"
 
 
 def _agent_step(message: Mapping[str, Any], sampled: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class Recorded(NamedTuple):
         """The name of its file: its step or evaluation."""
         return self.path.stem
 
+    def name(self, run: str) -> str:
+        """Return a name that is unique among the episodes of a run."""
+        return f"{run}_{self.source}_{self.line:06d}"
+
     def tokens(self) -> dict[str, Any] | None:
         """Return the sampled tokens (``agentrl_train.telemetry.tokens``), if they are recorded."""
         return read_tokens(self.path.with_name(self.path.stem + SUFFIX), self.line)
