@@ -52,7 +52,7 @@ def export_spans(episodes: Iterable[Recorded], target: str, *, run: str, message
         ConfigError: the file cannot be written, or the collector did not accept the spans.
     """
     traces = ((one, episode_spans(one, run=run, messages=messages)) for one in episodes)
-    tracer = _Tracer()
+    tracer = _Tracer(run)
     if not target.startswith(("http://", "https://")):
         try:
             with open(target, "w", encoding="utf-8") as file:
@@ -89,12 +89,13 @@ class _Ids(IdGenerator):
 class _Tracer:
     """Makes spans of the SDK."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str) -> None:
         self._ids = _Ids()
         self._memory = InMemorySpanExporter()
         provider = TracerProvider(
             sampler=ALWAYS_ON,
-            resource=Resource.create({"service.name": "agentrl-train"}),
+            # The SDK would draw another id of the instance for every export.
+            resource=Resource.create({"service.name": "agentrl-train", "service.instance.id": run}),
             shutdown_on_exit=False,
             id_generator=self._ids,
         )

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from tests.train.runs.babble import Babble
 from tests.train.test_sub_agent import DELEGATE, ENTER, LOOK, REPORT, Played, Vault
 from tests.train.training.test_trainer import TINY
 
+ROOT = Path(__file__).parents[3]
 COUNTS = Message.assistant(None, ToolCall.of("down", call_id="one"), ToolCall.of("up", call_id="two"))
 
 
@@ -248,11 +250,12 @@ async def test_sub_agent_is_a_span_with_its_own_turns(tmp_path: Path) -> None:
     assert attributes(spans[4])["agentrl.segment"] == 1
 
 
-async def test_second_export_is_equal(engine: ScriptedEngine, tmp_path: Path) -> None:
-    exported(tmp_path, messages=True)
-    first = (tmp_path / "spans.jsonl").read_bytes()
-    exported(tmp_path, messages=True)
-    assert (tmp_path / "spans.jsonl").read_bytes() == first
+def test_export_of_another_process_is_equal(engine: ScriptedEngine, tmp_path: Path) -> None:
+    file, again = tmp_path / "spans.jsonl", tmp_path / "again.jsonl"
+    command = [sys.executable, "-m", "agentrl_train", "show", str(tmp_path), "--spans", str(again)]
+    subprocess.run([*command, "--messages"], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    export_spans(last_episodes(tmp_path, last=9), str(file), run=tmp_path.name, messages=True)
+    assert file.read_bytes() == again.read_bytes()
 
 
 async def test_json_has_ids_in_hexadecimal_and_nanoseconds_as_text(
