@@ -243,9 +243,10 @@ class Session:
         try:
             if len(call.context) >= most:
                 self.context_full = True
+                # Clients recognize a full context by Anthropic's words, "prompt is too long".
                 raise ContextTooLong(
-                    f"the conversation has {len(call.context)} tokens, and the context of the policy "
-                    f"{most}: end the episode, shorten the messages, or raise engine.max_context",
+                    f"prompt is too long: {len(call.context)} tokens > {most} maximum: end the episode, "
+                    "shorten the messages, or raise engine.max_context",
                     param="messages",
                 )
             async with self._compiling:  # in the order of the calls, in which the sampler draws their seeds

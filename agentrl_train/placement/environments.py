@@ -25,6 +25,7 @@ from agentrl_train.config import EnvironmentSection
 from agentrl_train.config.functions import imported
 from agentrl_train.config.sections import Program
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
+from agentrl_train.gateway.launchers import find_launcher
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
 from agentrl_train.types import Sampling, TaskSource
@@ -90,13 +91,15 @@ async def environments(
         programs: dict[str, AgentProgram] = {}
         gateway: Gateway | None = None
         for section in sections:
-            if section.program is not None and gateway is None:
-                gateway = await stack.enter_async_context(Gateway())
+            if section.program is not None:
+                _check_program(section.program)
+                gateway = gateway or await stack.enter_async_context(Gateway())
             if section.program is not None and section.program.samples is not None:
                 assert gateway is not None
                 name, splits = Path(section.program.samples).stem, _read_splits(section, section.program)
                 _require_new(name, sources)
-                programs[name] = _program(section, gateway, samples=splits, stated=stated)
+                run = _run_of(section.program)
+                programs[name] = _program(section, gateway, run=run, samples=splits, stated=stated)
                 for split, samples in splits.items():
                     source = TaskSource(task=name, split=split, num_samples=len(samples))
                     if split == section.split:
@@ -126,7 +129,9 @@ async def environments(
                 harder[name] = [_source(info, split) for split in others]
                 held_out[name] = _source(info, section.eval_split)
                 if gateway is not None and section.program is not None:
-                    programs[name] = _program(section, gateway, url=url, stated=stated)
+                    run = _launched(section.program, info, url=url, timeout_s=timeout_s)
+                    run = run or _run_of(section.program)
+                    programs[name] = _program(section, gateway, run=run, url=url, stated=stated)
         if unknown := levels.keys() - clients.keys():
             raise ConfigError(
                 f"rollout.curriculum.levels names {min(unknown)!r}, which is not a task of this run"
@@ -139,24 +144,49 @@ def _require_new(name: str, sources: Sequence[TaskSource]) -> None:
         raise ConfigError(f"two environment servers have a task {name!r}: list it for only one")
 
 
-def _program(
-    section: EnvironmentSection, gateway: Gateway, *, stated: Sampling | None, **source: Any
-) -> AgentProgram:
-    """Return the program of a section."""
-    assert section.program is not None
-    program = section.program
+def _check_program(program: Program) -> None:
+    """Raise ``ConfigError`` if a launcher has no server to play on, is not installed, or does not exist."""
+    launcher = find_launcher(program.run)
+    if launcher is not None and program.samples is not None:
+        raise ConfigError(
+            f"environments.program = {program.run!r} plays the sessions of a server: give serve or url "
+            "instead of samples"
+        )
+    if launcher is not None:
+        launcher.check_installed()
+
+
+def _launched(program: Program, task: TaskInfo, *, url: str, timeout_s: float) -> list[str] | None:
+    """Return the command line of a launcher for a task, None for another program."""
+    launcher = find_launcher(program.run)
+    if launcher is None:
+        return None
+    if not url:
+        raise ConfigError(
+            f"environments.program = {program.run!r} needs a server: give its address, or a target to serve"
+        )
+    return launcher.command(task, timeout_s=timeout_s)
+
+
+def _run_of(program: Program) -> Any:
+    """Return the function or the command line of a program."""
+    if program.is_function:
+        return imported(program.run)
     try:
-        run = imported(program.run) if program.is_function else shlex.split(program.run)
+        return shlex.split(program.run)
     except ValueError as error:
         raise ConfigError(f"environments.program = {program.run!r} is no command: {error}") from error
+
+
+def _program(section: EnvironmentSection, gateway: Gateway, **options: Any) -> AgentProgram:
+    """Return the program of a section."""
+    assert section.program is not None
     return AgentProgram(
-        run,
         gateway=gateway,
         token=_token(section),
-        folder=Path(program.folder),
-        stated=stated,
-        ignored=program.ignore,
-        **source,
+        folder=Path(section.program.folder),
+        ignored=section.program.ignore,
+        **options,
     )
 
 

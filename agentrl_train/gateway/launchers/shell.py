@@ -1,0 +1,182 @@
+"""The session of an episode as a shell: its tool that runs commands, its limits and its rewards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentrl_env import EnvClient
+from agentrl_env.client.sync import SyncClientSession
+from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolCall, ToolSpec
+
+SHELLS = ("bash", "shell", "bash_action")
+"""Names of tools that run commands."""
+ANSWERS = ("answer", "answer_action")
+"""Names of tools that end an episode with an answer."""
+ENDS = ("submit", "finish", "finish_action")
+"""Names of tools that end an episode without an answer."""
+_EXIT_CODE = re.compile(r"\((?:[^()]*; )?exit code (\d+)\)\s*\Z")
+"""The note of a sandbox at the end of an output."""
+_ENDED = (SessionStatus.COMPLETED, SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The output of one command."""
+
+    text: str
+    """The text that the task's tool returns to a model."""
+    code: int
+    """The exit code; 0 if the output does not state one, 1 if the tool rejected the command."""
+
+
+class TaskShell:
+    """A session of a task, in which an agent runs commands.
+
+    Args:
+        session: the session, opened.
+        max_turns: turns of the task. Each command is one, and so is the call that ends the episode.
+        earn: called with the reward of a command before the last step.
+    """
+
+    def __init__(self, session: SyncClientSession, *, max_turns: int, earn: Callable[[float], None]) -> None:
+        self._session = session
+        self._tool, self._argument = shell_tool(session.tools)
+        self._tools = {spec.function.name: spec for spec in session.tools}
+        self._earn = earn
+        self.max_commands = max_turns - bool(self._tools.keys() & {*ANSWERS, *ENDS})
+        """Commands that leave a turn for ending the episode."""
+        self._last: StepResult | None = None
+
+    @property
+    def task(self) -> str:
+        """The opening messages of the episode as text."""
+        return "\n\n".join(_text(message) for message in self._session.messages)
+
+    @property
+    def takes_answer(self) -> bool:
+        """True if the episode can end with an answer."""
+        return bool(self._tools.keys() & set(ANSWERS))
+
+    @property
+    def over(self) -> bool:
+        """True if the session has ended."""
+        return self._last is not None and self._last.final
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no further command can run."""
+        return self.over or self._session.turn >= self.max_commands
+
+    def run(self, command: Any) -> Output:
+        """Run a command with the tool of the task. An argument of another type than text is rejected."""
+        result = self._step(ToolCall.of(self._tool, **{self._argument: command}))
+        text = "\n".join(_text(message) for message in result.messages)
+        found = _EXIT_CODE.search(text)
+        invalid = bool(result.metrics.get("invalid_calls"))
+        return Output(text=text, code=int(found[1]) if found else int(invalid))
+
+    def end(self, answer: str = "") -> dict[str, Any]:
+        """End the episode with the task's own tool, or with the answer as text if it has none.
+
+        Returns:
+            The reward of the last step and the metrics, as a program prints them.
+        """
+        if not self.over:
+            self._step(self._ending(answer.strip()))
+        assert self._last is not None
+        reward = self._last.reward if self._last.final else 0.0
+        return {"reward": reward, "metrics": dict(self._last.metrics)}
+
+    def _ending(self, answer: str) -> ToolCall | Message:
+        """Return the last move: a tool for answers if there is an answer, else one without an argument."""
+        names = [*ANSWERS, *ENDS] if answer else [*ENDS, *ANSWERS]
+        for name in names:
+            if spec := self._tools.get(name):
+                return ToolCall.of(name, **dict.fromkeys(_required(spec), answer))
+        return Message.assistant(answer or "I am done.")
+
+    def _step(self, action: ToolCall | Message) -> StepResult:
+        result = self._last = self._session.step(action)
+        if result.final and result.status not in _ENDED:
+            raise RuntimeError(f"the session ended as {result.status}")
+        if result.reward and not result.final:
+            self._earn(result.reward)
+        return result
+
+
+def shell_tool(tools: Sequence[ToolSpec]) -> tuple[str, str]:
+    """Return the name of the tool that runs commands, and the name of its argument.
+
+    It is ``bash``, ``shell`` or ``bash_action`` with a single required argument of type string, or another
+    tool with a single required argument ``command``.
+
+    Raises:
+        ValueError: there is no such tool.
+    """
+    arguments = {spec.function.name: _only_text(spec) for spec in tools}
+    named = [(name, argument) for name in SHELLS if (argument := arguments.get(name))]
+    others = [(name, argument) for name, argument in arguments.items() if argument == "command"]
+    for found in [*named, *others]:
+        return found
+    raise ValueError(
+        f"it needs a tool that runs commands, {', '.join(SHELLS)} or one with a single required argument "
+        f"'command' of type string; the tools are {', '.join(arguments) or 'none'}"
+    )
+
+
+def play_session(play: Callable[[TaskShell, str], str]) -> None:
+    """Play the session of this program's sample, end it, and print the reward in the last line.
+
+    Args:
+        play: runs the agent in a shell and with a ``base_url``; returns its answer, which can be empty.
+    """
+    # The server releases a session that is closed; one that is left behind keeps its sandbox for its lease.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = argparse.ArgumentParser(
+        description="Play one episode; the gateway and the sample are variables."
+    )
+    parser.add_argument("--max-turns", type=int, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    options = parser.parse_args()
+    base_url = os.environ["OPENAI_BASE_URL"]
+    sample = TaskSample.model_validate_json(Path(os.environ["AGENTRL_SAMPLE"]).read_text(encoding="utf-8"))
+
+    def earn(reward: float) -> None:
+        httpx.post(f"{base_url}/reward", json={"reward": reward}, trust_env=False).raise_for_status()
+
+    with (
+        EnvClient.connect_sync(sample.data["url"], timeout=options.timeout) as client,
+        client.open(**sample.data["open"], wait=options.timeout) as session,
+    ):
+        shell = TaskShell(session, max_turns=options.max_turns, earn=earn)
+        print(json.dumps(shell.end(play(shell, base_url))))
+
+
+def _required(spec: ToolSpec) -> list[str]:
+    return list(spec.function.parameters.get("required", ()))
+
+
+def _only_text(spec: ToolSpec) -> str:
+    """Return the name of a tool's only required argument if it is text; empty otherwise."""
+    required = _required(spec)
+    properties = spec.function.parameters.get("properties", {})
+    if len(required) == 1 and properties.get(required[0], {}).get("type") == "string":
+        return required[0]
+    return ""
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(str(part["text"]) for part in message.content if "text" in part)
+    return message.content or ""

@@ -1,0 +1,157 @@
+"""Unmodified coding agents play a task with a shell through their launchers, and are trained."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env.errors import SandboxUnavailable
+from agentrl_env.sandbox.bubblewrap import check_available
+from agentrl_train.actor import Actor
+from agentrl_train.config import EnvironmentSection, RolloutSection
+from agentrl_train.errors import EngineError
+from agentrl_train.learner import Learner
+from agentrl_train.placement.environments import environments
+from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory
+from tests.bridges.speaker import Speaker, needs, train_on_what_was_sampled
+from tests.tiny_models import learner_arguments
+from tests.train.fakes import CHAT
+
+TASK = str(Path(__file__).parents[2] / "environments/swe_repair")
+EPISODE = Episode(task="swe_repair", split="train", index=0, seed=0, draw_seed=(0, 0))
+MAX_CONTEXT = 40_000
+SAMPLING = Sampling(max_new_tokens=2000, max_context=MAX_CONTEXT)
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+pytestmark = [pytest.mark.bridges, pytest.mark.filterwarnings("default"), needs("mini-swe-agent")]
+try:
+    check_available()
+except SandboxUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def bash(command: str) -> Message:
+    return Message.assistant("I run it.", ToolCall.of("bash", command=command))
+
+
+@pytest.fixture(scope="module")
+def repair() -> str:
+    """Return a command that repairs the bug of the episode."""
+    with EnvClient.local_sync(TASK) as client, client.open(index=EPISODE.index, seed=EPISODE.seed) as session:
+        calls: list[ToolCall] = []
+        while not calls or calls[-1].function.name != "edit":
+            calls.extend(session.expert().tool_calls or ())
+            session.step(calls[-1])
+    edit = json.loads(calls[-1].function.arguments)
+    return (
+        f"python3 - <<'END'\nfrom pathlib import Path\nfile = Path({edit['path']!r})\n"
+        f"file.write_text(file.read_text().replace({edit['old']!r}, {edit['new']!r}))\nEND"
+    )
+
+
+@asynccontextmanager
+async def actor_of(engine: Speaker, *, sampling: Sampling = SAMPLING) -> AsyncIterator[Actor]:
+    """Yield an actor whose task is played as one line of a configuration states it."""
+    section = EnvironmentSection.model_validate({"serve": [TASK], "program": "mini-swe-agent"})
+    async with environments([section], max_sessions=4, stated=sampling) as served:
+        yield Actor(
+            engine=engine,
+            chat=CHAT,
+            clients=served.clients,
+            sampling=sampling,
+            rollout=RolloutSection(environment_retries=0, episode_timeout_s=240),
+            slots=asyncio.Semaphore(1),
+            programs=served.programs,
+        )
+
+
+async def play(say: Callable[[int, int], Message], *, sampling: Sampling = SAMPLING) -> Trajectory:
+    async with actor_of(Speaker(say), sampling=sampling) as actor:
+        return await actor.sibling(EPISODE)
+
+
+def replies(trajectory: Trajectory) -> list[str]:
+    return [str(message.content) for turn in trajectory.turns for message in turn.reply]
+
+
+async def test_repair_by_the_agent_is_graded_by_the_hidden_tests(repair: str) -> None:
+    moves = ["ls; exit 3", repair, SUBMIT]
+    trajectory = await play(lambda _, count: bash(moves[count - 1]))
+    assert trajectory.error is None
+    assert (trajectory.end, trajectory.reward, trajectory.success) == (EpisodeEnd.TERMINATED, 1.0, True)
+    assert trajectory.metrics["tests_passed"] == 1.0
+    assert (len(trajectory.turns), len(trajectory.segments)) == (3, 1)
+    system, task = (str(message.content) for message in trajectory.opening)
+    assert "helpful assistant" in system
+    assert "A user reports" in task
+    assert "README.md" in (listing := replies(trajectory)[0])
+    assert '"returncode": 3' in listing
+
+
+async def test_work_that_repairs_nothing_is_graded_with_zero() -> None:
+    trajectory = await play(lambda _, count: bash(["ls", SUBMIT][count - 1]))
+    assert (trajectory.error, trajectory.end) == (None, EpisodeEnd.TERMINATED)
+    assert (trajectory.reward, trajectory.success) == (0.0, False)
+    assert 0.0 < trajectory.metrics["tests_passed"] < 1.0
+
+
+async def test_work_is_graded_as_it_is_at_the_turn_limit_of_the_task(repair: str) -> None:
+    trajectory = await play(lambda _, count: bash(repair if count == 1 else "ls"))
+    assert (trajectory.error, trajectory.reward) == (None, 1.0)
+    assert len(trajectory.turns) == 19  # the last of the task's 20 turns submits
+
+
+async def test_malformed_answers_are_turns_of_the_policy(repair: str) -> None:
+    moves = [
+        bash(repair),
+        Message.assistant("I look around."),
+        Message.assistant(None, ToolCall.of("view", path="README.md")),
+        Message.assistant(None, ToolCall.of("bash", command=7)),
+        bash(SUBMIT),
+    ]
+    trajectory = await play(lambda _, count: moves[count - 1])
+    assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 5)
+    assert any("should be a valid string, got 7" in reply for reply in replies(trajectory))
+
+
+async def test_agent_that_gives_up_on_malformed_answers_is_graded(repair: str) -> None:
+    trajectory = await play(lambda _, count: bash(repair) if count == 1 else Message.assistant("What now?"))
+    assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 4)
+
+
+async def test_full_context_truncates_the_episode_with_its_grade(repair: str) -> None:
+    long = f"{repair}\nhead -c 6000 /dev/zero | tr '\\0' x"
+    trajectory = await play(
+        lambda _, count: bash(long), sampling=Sampling(max_new_tokens=500, max_context=9000)
+    )
+    assert trajectory.error is None
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0)
+
+
+async def test_engine_that_fails_fails_the_episode() -> None:
+    def broken(number: int, count: int) -> Message:
+        raise EngineError("out of memory")
+
+    assert (await play(broken)).end is EpisodeEnd.FAILED_ENGINE
+
+
+async def test_agent_trains_for_two_steps_on_exactly_what_was_sampled(repair: str) -> None:
+    moves = ["ls", repair, SUBMIT]
+
+    def say(number: int, count: int) -> Message:
+        """Repair the library in every second episode, so that rewards differ."""
+        return bash("true" if number % 2 and count == 2 else moves[count - 1])
+
+    engine = Speaker(say)
+    learner = Learner(engine.model, **learner_arguments(learning_rate=1e-3, warmup_steps=0))
+    async with actor_of(engine) as actor:
+        for step in range(2):
+            engine.version, engine.sampled = step, []
+            group, failed = await actor.group(EPISODE, size=2, group_id=step, admitted_version=step)
+            assert [one.error for one in failed] == []
+            assert [one.reward for one in group.trajectories] == [1.0, 0.0]
+            assert len(engine.sampled) == 6
+            train_on_what_was_sampled(learner, engine, group, max_tokens=MAX_CONTEXT)
