@@ -7,47 +7,66 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from agentrl_train.gateway.launchers.shell import TaskShell, play_session
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """First line of the output of the command with which mini-swe-agent submits."""
-ATTEMPTS = "3"
-"""Requests of one turn: the policy is on this machine, and a failed episode is retried by the run."""
+
+
+class ContextFull(Exception):
+    """The conversation does not fit the context of the policy."""
 
 
 def main() -> None:
     """Play one episode."""
-    # Both packages read these on import: no settings of the user's own agent, and no look-ups on the web.
+    # The package reads these on import. The folder is that of its settings, which would be the user's.
     os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = str(Path(os.environ["AGENTRL_SAMPLE"]).parent)
     os.environ["MSWEA_SILENT_STARTUP"] = "1"
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", ATTEMPTS)
     play_session(play)
 
 
 def play(shell: TaskShell, base_url: str) -> str:
     """Let the agent work until it submits or reaches a limit; return its submission."""
-    import litellm
     import yaml
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.config import builtin_config_dir
-    from minisweagent.models.litellm_model import LitellmModel
 
-    litellm.suppress_debug_info = True
     settings = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text(encoding="utf-8"))
-    gateway = {"api_base": base_url, "api_key": os.environ["OPENAI_API_KEY"]}
-    model = LitellmModel(
-        model_name="openai/policy",
-        cost_tracking="ignore_errors",
-        **settings["model"] | {"model_kwargs": settings["model"]["model_kwargs"] | gateway},
-    )
-    agent = DefaultAgent(
-        model, SessionEnvironment(shell), **settings["agent"] | {"step_limit": shell.max_commands}
-    )
+    model = policy_model(base_url, settings["model"])
+    limits = {"step_limit": shell.max_commands}
+    agent = DefaultAgent(model, SessionEnvironment(shell), **settings["agent"] | limits)
     try:
         return str(agent.run(instructions(shell)).get("submission", ""))
-    except litellm.exceptions.ContextWindowExceededError:
+    except ContextFull:
         return ""  # the run truncates the episode
+
+
+def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
+    """Return mini-swe-agent's model of a chat API, at the address of the gateway.
+
+    Its requests and their answers are those of ``LitellmModel``, whose import takes seven seconds of
+    processor time for every episode.
+    """
+    from minisweagent.models.openrouter_model import BASH_TOOL, OpenRouterModel
+
+    class PolicyModel(OpenRouterModel):
+        """Asks the gateway once: the run retries failed episodes."""
+
+        abort_exceptions = (Exception,)
+
+        def _query(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+            body = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}
+            answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=None, trust_env=False)
+            if answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded":
+                raise ContextFull
+            if answer.is_error:
+                raise RuntimeError(f"the gateway answered {answer.status_code}: {answer.text}")
+            return answer.json()
+
+    templates = {name: value for name, value in settings.items() if name != "model_kwargs"}
+    return PolicyModel(model_name="policy", cost_tracking="ignore_errors", **templates)
 
 
 def instructions(shell: TaskShell) -> str:
