@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,12 @@ EPISODE = Episode(task="swe_repair", split="train", index=0, seed=0, draw_seed=(
 MAX_CONTEXT = 40_000
 SAMPLING = Sampling(max_new_tokens=2000, max_context=MAX_CONTEXT)
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-pytestmark = [pytest.mark.bridges, pytest.mark.filterwarnings("default"), needs("mini-swe-agent")]
+pytestmark = [pytest.mark.bridges, pytest.mark.filterwarnings("default")]
+mini_swe_agent = needs("mini-swe-agent")
+claude_code = pytest.mark.skipif(
+    shutil.which("claude") is None,
+    reason="needs the command claude, of npm",
+)
 try:
     check_available()
 except SandboxUnavailable as error:
@@ -53,9 +60,11 @@ def repair() -> str:
 
 
 @asynccontextmanager
-async def actor_of(engine: Speaker, *, sampling: Sampling = SAMPLING) -> AsyncIterator[Actor]:
+async def actor_of(
+    engine: Speaker, *, launcher: str = "mini-swe-agent", sampling: Sampling = SAMPLING
+) -> AsyncIterator[Actor]:
     """Yield an actor whose task is played as one line of a configuration states it."""
-    section = EnvironmentSection.model_validate({"serve": [TASK], "program": "mini-swe-agent"})
+    section = EnvironmentSection.model_validate({"serve": [TASK], "program": launcher})
     async with environments([section], max_sessions=4, stated=sampling) as served:
         yield Actor(
             engine=engine,
@@ -68,8 +77,8 @@ async def actor_of(engine: Speaker, *, sampling: Sampling = SAMPLING) -> AsyncIt
         )
 
 
-async def play(say: Callable[[int, int], Message], *, sampling: Sampling = SAMPLING) -> Trajectory:
-    async with actor_of(Speaker(say), sampling=sampling) as actor:
+async def play(say: Callable[[int, int], Message], **options: Any) -> Trajectory:
+    async with actor_of(Speaker(say), **options) as actor:
         return await actor.sibling(EPISODE)
 
 
@@ -77,6 +86,7 @@ def replies(trajectory: Trajectory) -> list[str]:
     return [str(message.content) for turn in trajectory.turns for message in turn.reply]
 
 
+@mini_swe_agent
 async def test_repair_by_the_agent_is_graded_by_the_hidden_tests(repair: str) -> None:
     moves = ["ls; exit 3", repair, SUBMIT]
     trajectory = await play(lambda _, count: bash(moves[count - 1]))
@@ -91,6 +101,7 @@ async def test_repair_by_the_agent_is_graded_by_the_hidden_tests(repair: str) ->
     assert '"returncode": 3' in listing
 
 
+@mini_swe_agent
 async def test_work_that_repairs_nothing_is_graded_with_zero() -> None:
     trajectory = await play(lambda _, count: bash(["ls", SUBMIT][count - 1]))
     assert (trajectory.error, trajectory.end) == (None, EpisodeEnd.TERMINATED)
@@ -98,12 +109,14 @@ async def test_work_that_repairs_nothing_is_graded_with_zero() -> None:
     assert 0.0 < trajectory.metrics["tests_passed"] < 1.0
 
 
+@mini_swe_agent
 async def test_work_is_graded_as_it_is_at_the_turn_limit_of_the_task(repair: str) -> None:
     trajectory = await play(lambda _, count: bash(repair if count == 1 else "ls"))
     assert (trajectory.error, trajectory.reward) == (None, 1.0)
     assert len(trajectory.turns) == 19  # the last of the task's 20 turns submits
 
 
+@mini_swe_agent
 async def test_malformed_answers_are_turns_of_the_policy(repair: str) -> None:
     moves = [
         bash(repair),
@@ -117,11 +130,13 @@ async def test_malformed_answers_are_turns_of_the_policy(repair: str) -> None:
     assert any("should be a valid string, got 7" in reply for reply in replies(trajectory))
 
 
+@mini_swe_agent
 async def test_agent_that_gives_up_on_malformed_answers_is_graded(repair: str) -> None:
     trajectory = await play(lambda _, count: bash(repair) if count == 1 else Message.assistant("What now?"))
     assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 4)
 
 
+@mini_swe_agent
 async def test_full_context_truncates_the_episode_with_its_grade(repair: str) -> None:
     long = f"{repair}\nhead -c 6000 /dev/zero | tr '\\0' x"
     trajectory = await play(
@@ -131,6 +146,7 @@ async def test_full_context_truncates_the_episode_with_its_grade(repair: str) ->
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0)
 
 
+@mini_swe_agent
 async def test_engine_that_fails_fails_the_episode() -> None:
     def broken(number: int, count: int) -> Message:
         raise EngineError("out of memory")
@@ -138,6 +154,7 @@ async def test_engine_that_fails_fails_the_episode() -> None:
     assert (await play(broken)).end is EpisodeEnd.FAILED_ENGINE
 
 
+@mini_swe_agent
 async def test_agent_trains_for_two_steps_on_exactly_what_was_sampled(repair: str) -> None:
     moves = ["ls", repair, SUBMIT]
 
@@ -155,3 +172,50 @@ async def test_agent_trains_for_two_steps_on_exactly_what_was_sampled(repair: st
             assert [one.reward for one in group.trajectories] == [1.0, 0.0]
             assert len(engine.sampled) == 6
             train_on_what_was_sampled(learner, engine, group, max_tokens=MAX_CONTEXT)
+
+
+def by_mcp(name: str, **arguments: str) -> Message:
+    return Message.assistant("I do it.", ToolCall.of(f"mcp__task__{name}", **arguments))
+
+
+@claude_code
+@pytest.mark.parametrize(("submits", "repairs"), [(True, True), (False, True), (False, False)])
+async def test_claude_code_plays_with_the_tools_of_the_task(
+    submits: bool, repairs: bool, repair: str
+) -> None:
+    moves = [
+        by_mcp("bash", command=repair if repairs else "ls"),
+        by_mcp("nothing"),
+        by_mcp("submit") if submits else Message.assistant("It is done."),
+    ]
+    trajectory = await play(lambda _, count: moves[count - 1], launcher="claude-code")
+    assert trajectory.error is None
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TERMINATED, float(repairs))
+    assert (len(trajectory.turns), len(trajectory.segments)) == (3, 1)
+    assert "A user reports" in str(trajectory.opening[-1].content)
+
+
+@claude_code
+async def test_claude_code_trains_for_a_step_on_exactly_what_was_sampled(repair: str) -> None:
+    engine = Speaker(
+        lambda number, count: (
+            by_mcp("bash", command="ls" if number % 2 else repair) if count == 1 else by_mcp("submit")
+        )
+    )
+    learner = Learner(engine.model, **learner_arguments(learning_rate=1e-3, warmup_steps=0))
+    async with actor_of(engine, launcher="claude-code") as actor:
+        group, failed = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
+    assert [one.error for one in failed] == []
+    assert [one.reward for one in group.trajectories] == [1.0, 0.0]
+    train_on_what_was_sampled(learner, engine, group, max_tokens=MAX_CONTEXT)
+
+
+@claude_code
+async def test_full_context_truncates_claude_code_with_its_grade(repair: str) -> None:
+    sampling = Sampling(max_new_tokens=500, max_context=SAMPLING.max_context)
+    long = f"{repair}\nhead -c 7000 /dev/zero | tr '\\0' x"
+    trajectory = await play(
+        lambda _, count: by_mcp("bash", command=long), launcher="claude-code", sampling=sampling
+    )
+    assert trajectory.error is None
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0)

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from agentrl_env.types import TaskInfo
 from agentrl_train.errors import ConfigError
-from agentrl_train.gateway.launchers.shell import shell_tool
+from agentrl_train.gateway.launchers.session import shell_tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +27,32 @@ class Launcher:
     """Name of the launcher in ``environments.program``."""
     module: str
     """Module with the program."""
-    requirement: str
-    """Requirement of the agent's package."""
+    install: str
+    """Command that installs the agent."""
+    requirement: str = ""
+    """Requirement of the agent if it is a Python package."""
+    program: str = ""
+    """The agent if it is a command."""
+    shell: bool = False
+    """True if the agent needs a tool that runs commands. The others call all tools of a task."""
 
     def check_installed(self) -> None:
-        """Raise ``ConfigError`` if the agent's package is missing or has another version."""
+        """Raise ``ConfigError`` if the agent is missing or has another version."""
+        if problem := self._problem():
+            raise ConfigError(f"environments.program = {self.name!r} needs {problem}: {self.install}")
+
+    def _problem(self) -> str:
+        """Return the missing requirement and why it is not met; empty if it is."""
+        if self.program:
+            missing = shutil.which(self.program, path=_path()) is None
+            return f"the command {self.program}, which is not on the PATH" if missing else ""
         requirement = Requirement(self.requirement)
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
-            found = "it is not installed"
-        else:
-            if requirement.specifier.contains(installed, prereleases=True):
-                return
-            found = f"{installed} is installed"
-        raise ConfigError(
-            f"environments.program = {self.name!r} needs {requirement}, and {found}: "
-            f"pip install '{requirement}'"
-        )
+            return f"{requirement}, which is not installed"
+        fits = requirement.specifier.contains(installed, prereleases=True)
+        return "" if fits else f"{requirement}, and {installed} is installed"
 
     def command(self, task: TaskInfo, *, timeout_s: float) -> list[str]:
         """Return the command line that plays a session of a task.
@@ -56,15 +64,17 @@ class Launcher:
         Raises:
             ConfigError: the task has no tool that runs commands.
         """
-        try:
-            shell_tool(task.tools)
-        except ValueError as error:
-            raise ConfigError(f"{self.name} cannot play the task {task.name!r}: {error}") from error
+        if self.shell:
+            try:
+                shell_tool(task.tools)
+            except ValueError as error:
+                raise ConfigError(f"{self.name} cannot play the task {task.name!r}: {error}") from error
         # -P: modules in the working directory do not replace those of the agent.
         options = ["--max-turns", str(task.max_turns), "--timeout", str(timeout_s)]
         return [sys.executable, "-P", "-m", self.module, *options]
 
 
+MINI_SWE_AGENT = "mini-swe-agent>=2.4,<3"
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
     {
         launcher.name: launcher
@@ -72,7 +82,15 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
             Launcher(
                 name="mini-swe-agent",
                 module=f"{__name__}.mini_swe_agent",
-                requirement="mini-swe-agent>=2.4,<3",
+                requirement=MINI_SWE_AGENT,
+                install=f"pip install '{MINI_SWE_AGENT}'",
+                shell=True,
+            ),
+            Launcher(
+                name="claude-code",
+                module=f"{__name__}.claude_code",
+                program="claude",
+                install="npm install --global @anthropic-ai/claude-code",
             ),
         )
     }
@@ -88,11 +106,15 @@ def find_launcher(run: str) -> Launcher | None:
     """
     if launcher := LAUNCHERS.get(run):
         return launcher
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    if len(run.split()) == 1 and not {":", "/"} & set(run) and not shutil.which(run, path=path):
+    if len(run.split()) == 1 and not {":", "/"} & set(run) and not shutil.which(run, path=_path()):
         near = get_close_matches(run, LAUNCHERS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the launchers are {', '.join(LAUNCHERS)}"
         raise ConfigError(
             f"environments.program = {run!r} is neither a launcher nor a command on the PATH; {hint}"
         )
     return None
+
+
+def _path() -> str:
+    """Return the PATH of a program."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -1,4 +1,4 @@
-"""mini-swe-agent, with its own agent, prompts and model, in the shell of a task's session."""
+"""mini-swe-agent, with its own agent, prompts and model, in the session of a task."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 
 import httpx
 
-from agentrl_train.gateway.launchers.shell import TaskShell, play_session
+from agentrl_train.gateway.launchers.session import TaskSession, play_session
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """First line of the output of the command with which mini-swe-agent submits."""
-
-
-class ContextFull(Exception):
-    """The conversation does not fit the context of the policy."""
 
 
 def main() -> None:
@@ -27,7 +23,7 @@ def main() -> None:
     play_session(play)
 
 
-def play(shell: TaskShell, base_url: str) -> str:
+def play(session: TaskSession, base_url: str) -> str:
     """Let the agent work until it submits or reaches a limit; return its submission."""
     import yaml
     from minisweagent.agents.default import DefaultAgent
@@ -35,12 +31,9 @@ def play(shell: TaskShell, base_url: str) -> str:
 
     settings = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text(encoding="utf-8"))
     model = policy_model(base_url, settings["model"])
-    limits = {"step_limit": shell.max_commands}
-    agent = DefaultAgent(model, SessionEnvironment(shell), **settings["agent"] | limits)
-    try:
-        return str(agent.run(instructions(shell)).get("submission", ""))
-    except ContextFull:
-        return ""  # the run truncates the episode
+    limits = {"step_limit": session.max_calls}
+    agent = DefaultAgent(model, SessionEnvironment(session), **settings["agent"] | limits)
+    return str(agent.run(instructions(session)).get("submission", ""))
 
 
 def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
@@ -49,54 +42,51 @@ def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
     Its requests and their answers are those of ``LitellmModel``, whose import takes seven seconds of
     processor time for every episode.
     """
-    from minisweagent.models.openrouter_model import BASH_TOOL, OpenRouterModel
+    from minisweagent.models.openrouter_model import OpenRouterModel
+    from minisweagent.models.utils.actions_toolcall import BASH_TOOL
 
     class PolicyModel(OpenRouterModel):
-        """Asks the gateway once: the run retries failed episodes."""
-
-        abort_exceptions = (Exception,)
-
         def _query(self, messages: list[dict[str, Any]], **options: Any) -> Any:
             body = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}
             answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=None, trust_env=False)
-            if answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded":
-                raise ContextFull
             if answer.is_error:
                 raise RuntimeError(f"the gateway answered {answer.status_code}: {answer.text}")
             return answer.json()
 
     templates = {name: value for name, value in settings.items() if name != "model_kwargs"}
-    return PolicyModel(model_name="policy", cost_tracking="ignore_errors", **templates)
+    model = PolicyModel(model_name="policy", cost_tracking="ignore_errors", **templates)
+    model.abort_exceptions = [Exception]  # no retries: the run retries failed episodes
+    return model
 
 
-def instructions(shell: TaskShell) -> str:
+def instructions(session: TaskSession) -> str:
     """Return the task, and how the agent's only tool takes the place of the task's other tools."""
     note = f"You have only the tool bash. Its command `echo {MARKER}` submits your work and ends the task."
-    if shell.takes_answer:
+    if session.takes_answer:
         note += f" If an answer is asked for, print it after it: `echo {MARKER}; echo ANSWER`."
-    return f"{shell.task}\n\n{note}"
+    return f"{session.task}\n\n{note}"
 
 
 class SessionEnvironment:
     """The environment of mini-swe-agent: its commands run in the session of a task."""
 
-    def __init__(self, shell: TaskShell) -> None:
-        self._shell = shell
+    def __init__(self, session: TaskSession) -> None:
+        self._session = session
         self.config: dict[str, Any] = {}
 
     def execute(self, action: dict[str, Any], cwd: str = "") -> dict[str, Any]:
         """Run a command. Raises the exceptions with which the agent submits or reaches its limit."""
         from minisweagent.exceptions import LimitsExceeded, Submitted
 
-        output = self._shell.run(action.get("command", ""))
+        output = self._session.run(action.get("command", ""))
         first, _, rest = output.text.lstrip().partition("\n")
         if first.strip() == MARKER and output.code == 0:
             raise Submitted(_exit("Submitted", rest))
-        if self._shell.exhausted:
+        if self._session.exhausted:
             raise LimitsExceeded(_exit("LimitsExceeded"))
         return {"output": output.text, "returncode": output.code, "exception_info": ""}
 
-    def get_template_vars(self) -> dict[str, Any]:
+    def get_template_vars(self, **variables: Any) -> dict[str, Any]:
         """Return the variables of the agent's prompt: the system that runs the commands."""
         return platform.uname()._asdict()
 

@@ -1,4 +1,4 @@
-"""The session of an episode as a shell: its tool that runs commands, its limits and its rewards."""
+"""The session of an episode, as launchers play it: its tools, its limits and its rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,36 +32,46 @@ _ENDED = (SessionStatus.COMPLETED, SessionStatus.TRUNCATED_TURNS, SessionStatus.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The output of one command."""
+    """The output of one tool call."""
 
     text: str
     """The text that the task's tool returns to a model."""
-    code: int
-    """The exit code; 0 if the output does not state one, 1 if the tool rejected the command."""
+    invalid: bool
+    """True if the task rejected the call."""
+
+    @property
+    def code(self) -> int:
+        """The exit code of a command: 0 if the output does not state one, 1 if the call was rejected."""
+        found = _EXIT_CODE.search(self.text)
+        return int(found[1]) if found else int(self.invalid)
 
 
-class TaskShell:
-    """A session of a task, in which an agent runs commands.
+class TaskSession:
+    """A session of a task, in which an agent acts.
 
     Args:
         session: the session, opened.
-        max_turns: turns of the task. Each command is one, and so is the call that ends the episode.
-        earn: called with the reward of a command before the last step.
+        max_turns: turns of the task. Each call of a tool is one, and so is the call that ends the episode.
+        earn: called with the reward of a call that is not the last one.
     """
 
     def __init__(self, session: SyncClientSession, *, max_turns: int, earn: Callable[[float], None]) -> None:
         self._session = session
-        self._tool, self._argument = shell_tool(session.tools)
         self._tools = {spec.function.name: spec for spec in session.tools}
         self._earn = earn
-        self.max_commands = max_turns - bool(self._tools.keys() & {*ANSWERS, *ENDS})
-        """Commands that leave a turn for ending the episode."""
         self._last: StepResult | None = None
+        self.max_calls = max_turns - bool(self._tools.keys() & {*ANSWERS, *ENDS})
+        """Calls that leave a turn for ending the episode."""
 
     @property
     def task(self) -> str:
         """The opening messages of the episode as text."""
         return "\n\n".join(_text(message) for message in self._session.messages)
+
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the task."""
+        return self._session.tools
 
     @property
     def takes_answer(self) -> bool:
@@ -75,16 +85,19 @@ class TaskShell:
 
     @property
     def exhausted(self) -> bool:
-        """True if no further command can run."""
-        return self.over or self._session.turn >= self.max_commands
+        """True if the agent can call no further tool."""
+        return self.over or self._session.turn >= self.max_calls
 
     def run(self, command: Any) -> Output:
-        """Run a command with the tool of the task. An argument of another type than text is rejected."""
-        result = self._step(ToolCall.of(self._tool, **{self._argument: command}))
+        """Run a command with the tool of the task. The task rejects a command that is not text."""
+        tool, argument = shell_tool(self.tools)
+        return self.call(tool, {argument: command})
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Output:
+        """Call a tool of the task."""
+        result = self._step(ToolCall.of(name, **arguments))
         text = "\n".join(_text(message) for message in result.messages)
-        found = _EXIT_CODE.search(text)
-        invalid = bool(result.metrics.get("invalid_calls"))
-        return Output(text=text, code=int(found[1]) if found else int(invalid))
+        return Output(text=text, invalid=bool(result.metrics.get("invalid_calls")))
 
     def end(self, answer: str = "") -> dict[str, Any]:
         """End the episode with the task's own tool, or with the answer as text if it has none.
@@ -135,32 +148,39 @@ def shell_tool(tools: Sequence[ToolSpec]) -> tuple[str, str]:
     )
 
 
-def play_session(play: Callable[[TaskShell, str], str]) -> None:
+def play_session(play: Callable[[TaskSession, str], str]) -> None:
     """Play the session of this program's sample, end it, and print the reward in the last line.
 
+    If the agent fails, its work is graded all the same: the gateway truncates an episode without room in the
+    context, and keeps the reward. It fails any other.
+
     Args:
-        play: runs the agent in a shell and with a ``base_url``; returns its answer, which can be empty.
+        play: runs the agent in a session and with a ``base_url``; returns its answer, which can be empty.
     """
     # The server releases a session that is closed; one that is left behind keeps its sandbox for its lease.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = argparse.ArgumentParser(
-        description="Play one episode; the gateway and the sample are variables."
-    )
+    parser = argparse.ArgumentParser(description="Play one episode for an agent program's run.")
     parser.add_argument("--max-turns", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args()
     base_url = os.environ["OPENAI_BASE_URL"]
     sample = TaskSample.model_validate_json(Path(os.environ["AGENTRL_SAMPLE"]).read_text(encoding="utf-8"))
 
-    def earn(reward: float) -> None:
-        httpx.post(f"{base_url}/reward", json={"reward": reward}, trust_env=False).raise_for_status()
+    def earn(reward: float, **more: Any) -> None:
+        body = {"reward": reward, **more}
+        httpx.post(f"{base_url}/reward", json=body, trust_env=False).raise_for_status()
 
     with (
         EnvClient.connect_sync(sample.data["url"], timeout=options.timeout) as client,
-        client.open(**sample.data["open"], wait=options.timeout) as session,
+        client.open(**sample.data["open"], wait=options.timeout) as opened,
     ):
-        shell = TaskShell(session, max_turns=options.max_turns, earn=earn)
-        print(json.dumps(shell.end(play(shell, base_url))))
+        session = TaskSession(opened, max_turns=options.max_turns, earn=earn)
+        try:
+            answer = play(session, base_url)
+        except Exception:
+            earn(**session.end())
+            raise
+        print(json.dumps(session.end(answer)))
 
 
 def _required(spec: ToolSpec) -> list[str]:

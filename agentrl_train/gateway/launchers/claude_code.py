@@ -1,0 +1,51 @@
+"""Claude Code, with the tools of a task's session in place of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from agentrl_train.gateway.launchers.command import AgentFailed, run_agent
+from agentrl_train.gateway.launchers.session import TaskSession, play_session
+from agentrl_train.gateway.launchers.tool_server import NAME, served_tools
+
+SETTINGS = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # no updates, telemetry or error reports
+    "CLAUDE_CODE_MAX_RETRIES": "1",  # the run retries failed episodes
+    "DISABLE_COMPACT": "1",  # a conversation that is too long for the policy is too long for a summary
+    "MCP_CONNECTION_NONBLOCKING": "0",  # the first request has the tools of the task
+    "MCP_TIMEOUT": "60000",
+    "MCP_TOOL_TIMEOUT": "86400000",  # in ms, as above; the task has limits of its own
+}
+OWN = ("ANTHROPIC_", "CLAUDE_")
+"""Prefixes of variables with which users configure their own Claude Code."""
+LIMIT_REACHED = "error_max_turns"
+"""Result of an agent that reaches its limit of turns."""
+
+
+def play(session: TaskSession, base_url: str) -> str:
+    """Let the agent work until it ends or reaches a limit of the task; its tools give the answer."""
+    home = Path(os.environ["AGENTRL_SAMPLE"]).parent / "home"
+    home.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
+    environment |= SETTINGS | {"HOME": str(home), "CLAUDE_CONFIG_DIR": str(home)}
+    for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"):
+        environment[name] = os.environ[name]
+    with served_tools(session) as (tools, url):
+        command = [
+            *("claude", "--print", session.task, "--model", "policy", "--output-format", "json"),
+            *("--tools", "", "--allowedTools", f"mcp__{NAME}", "--strict-mcp-config"),
+            *("--mcp-config", json.dumps({"mcpServers": {NAME: {"type": "http", "url": url}}})),
+            *("--max-turns", str(session.max_calls)),
+        ]
+        try:
+            run_agent(command, environment=environment, folder=home, tools=tools)
+        except AgentFailed as error:
+            if LIMIT_REACHED not in str(error):
+                raise
+    return ""
+
+
+if __name__ == "__main__":
+    play_session(play)

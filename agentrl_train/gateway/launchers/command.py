@@ -1,0 +1,62 @@
+"""A coding agent that is a command: it runs until it ends, or until the task has ended."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agentrl_train.gateway.launchers.tool_server import ToolServer
+
+POLL_S = 0.1
+"""Interval at which the end of the agent is noticed."""
+GRACE_S = 2.0
+"""Seconds between the signals TERM and KILL for an agent whose task has ended."""
+MAX_OUTPUT = 2000
+"""Characters of the agent's output in an error, the last ones."""
+
+
+class AgentFailed(Exception):
+    """The agent exited with an error; the message ends with its output."""
+
+
+def run_agent(
+    command: Sequence[str], *, environment: Mapping[str, str], folder: Path, tools: ToolServer
+) -> None:
+    """Run an agent until it ends by itself or can call no further tool.
+
+    Args:
+        command: its command line.
+        environment: all its environment variables.
+        folder: its working directory, in which the file ``output`` is written.
+        tools: the tools that it calls.
+
+    Raises:
+        AgentFailed: it exited with another status than 0.
+        Exception: the session failed.
+    """
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+        )
+        try:
+            while process.poll() is None and not tools.ended.wait(POLL_S):
+                pass
+        finally:
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    if tools.failure is not None:
+        raise tools.failure
+    if process.returncode and not tools.ended.is_set():
+        last = output.read_text(encoding="utf-8", errors="replace").strip()[-MAX_OUTPUT:]
+        raise AgentFailed(f"{command[0]} exited with status {process.returncode}: {last}")
