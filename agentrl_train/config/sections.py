@@ -384,7 +384,7 @@ class Program(Table):
     """An agent program that plays episodes."""
 
     run: Annotated[ProgramPath, Field(min_length=1, pattern=r"\S")]
-    """A command, ``file.py:function``, or a launcher of a coding agent: "mini-swe-agent"."""
+    """A command, ``file.py:function``, or the name of a coding agent: "mini-swe-agent" or "claude-code"."""
     folder: AnyPath = Field(".", validate_default=True)
     """Working directory of a command."""
     ignore: tuple[str, ...] = ()
@@ -418,9 +418,9 @@ class EnvironmentSection(Section):
     url: str | None = None
     """Address of a running server or controller."""
     program: Annotated[Program | None, BeforeValidator(_command)] = None
-    """Agent program that plays the episodes: a command, ``file.py:function``, a launcher such as
-    "mini-swe-agent", or a table with more about it. It calls the policy through the gateway, and returns or
-    posts the reward. Left out, the run plays with the tools of the tasks."""
+    """Agent program that plays the episodes: a command, ``file.py:function``, the name of a coding agent such
+    as "mini-swe-agent", or a table with more about it. It calls the policy through the gateway, and returns
+    or posts the reward. Left out, the run plays with the tools of the tasks."""
     token_env: str | None = None
     """Environment variable with the token of the server; without it no token is sent."""
     tasks: dict[str, Positive] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Launchers: programs of this package in which an unmodified coding agent plays a task that has a shell."""
+"""Launchers: programs of this package in which an unmodified coding agent plays the sessions of a task."""
 
 from __future__ import annotations
 
