@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from agentrl_env import EnvClient
+from agentrl_env.client import EnvClient
 from agentrl_env.client.sync import SyncClientSession
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolCall, ToolSpec
 

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
 from typing import Any
 
-from agentrl_env import __version__
 from agentrl_train.gateway.launchers.session import TaskSession
 
 NAME = "task"
@@ -51,7 +50,7 @@ class ToolServer:
                 return {
                     "protocolVersion": params.get("protocolVersion", PROTOCOL),
                     "capabilities": {"tools": {}},
-                    "serverInfo": {"name": NAME, "version": __version__},
+                    "serverInfo": {"name": NAME, "version": PROTOCOL},
                 }
             case "ping":
                 return {}
