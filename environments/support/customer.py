@@ -12,7 +12,8 @@ from .problem import Problem
 ASKING = re.compile(r"\?|\b(please|tell me|give me|let me know|i need|provide|share|may i have)\b")
 DONE = re.compile(
     r"\b(has|have) (now |just |already )?been\b|\b(is|are) now\b|\ball (done|set)\b"
-    r"|\bi(?:'ve| have) (just )?(cancel|chang|updat|register|return|exchang|sent|process|arrang)\w*"
+    r"|\bi(?:'ve| have) (just )?(cancel|chang|updat|register|return|exchang|sent|process|arrang"
+    r"|book|rebook|add|mov|correct)\w*"
 )
 REFUSED = re.compile(
     r"\b(can ?not|can't|unable|not (able|possible|allowed|eligible)|too late|no longer|unfortunately|sorry)\b"
