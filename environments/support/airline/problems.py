@@ -348,7 +348,9 @@ class AirlineProblem(Problem):
     def _searches(self, wish: dict, leg: dict, cabin: str) -> list[Step]:
         """Return the searches for a journey, which level 1 names by its flight."""
         given = {"origin": leg["origin"], "destination": leg["destination"], "date": wish["date"]}
-        every = [call("search_flights", **given, cabin=cabin, stops=stops) for stops in wish["stops"]]
+        every = [
+            call("search_flights", **given, cabin=cabin, connection=stops > 0) for stops in wish["stops"]
+        ]
         return every if self.level > 1 else []
 
     def _delay(self, leg: dict) -> list[Step]:

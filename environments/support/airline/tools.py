@@ -114,7 +114,7 @@ class AirlineTools(DeskTools):
         return self._answer("get_flight", {"flight": dict(flight)}, self._flight(flight))
 
     @tool
-    def search_flights(self, origin: str, destination: str, date: str, cabin: Cabin, stops: Literal[0, 1]):
+    def search_flights(self, origin: str, destination: str, date: str, cabin: Cabin, connection: bool):
         """Find journeys that are not cancelled, with today's fares of a passenger and the seats left.
 
         Args:
@@ -122,7 +122,7 @@ class AirlineTools(DeskTools):
             destination: The city of arrival.
             date: The day, such as "2026-06-20".
             cabin: The cabin.
-            stops: 0 for direct flights, 1 for journeys with one connection.
+            connection: True for journeys with one connection, False for direct flights.
         """
         places = {name.lower(): name for name in AIRPORTS}
         start, end = (places.get(name.strip().lower(), "") for name in (origin, destination))
@@ -135,11 +135,11 @@ class AirlineTools(DeskTools):
                 "flex": money(fare_of(journey, cabin, "flex")),
                 "seats": seats_of(journey, cabin),
             }
-            for journey in journeys(self.flights_by_day.get(date.strip(), ()), start, end, stops)
+            for journey in journeys(self.flights_by_day.get(date.strip(), ()), start, end, int(connection))
             if "cabins" in journey[0]
         ]
-        given = {"origin": origin, "destination": destination, "date": date, "cabin": cabin, "stops": stops}
-        return self._answer("search_flights", given, found)
+        given = {"origin": origin, "destination": destination, "date": date, "cabin": cabin}
+        return self._answer("search_flights", {**given, "connection": connection}, found)
 
     @tool
     def book_flights(
