@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from agentrl_env.errors import AgentRLError, DefinitionError, ToolError
 from agentrl_env.evaluation.chat_model import NO_USAGE, Usage
 from agentrl_env.schema import ArgumentError, echo
-from agentrl_env.tools import Done, Reply, Toolset
+from agentrl_env.tools import Done, Reply, toolset
 from agentrl_env.types import ToolCall, ToolSpec
 
 MAX_MESSAGES = 100
@@ -94,7 +95,8 @@ class OwnTools:
 
     def __init__(self, owner: object) -> None:
         self.owner = owner
-        self._tools = Toolset(type(owner))
+        kind: type = type(owner)
+        self._tools = toolset(kind)
         self.specs: tuple[ToolSpec, ...] = self._tools.specs
         if not self.specs:
             raise DefinitionError(f"{type(owner).__name__} has no tools: put @tool on its methods", owner)
@@ -102,11 +104,11 @@ class OwnTools:
     async def call(self, call: ToolCall) -> UserCall:
         """Return the call with its answer. A call that does not fit its tool is answered with the error."""
         name = call.function.name
-        if (found := self._tools.tools.get(name)) is None:
+        if name not in self._tools.tools:
             known = self._tools.names
             return UserCall(call=call, answer=f"Error: there is no tool {echo(name)}. Tools: {known}.")
         try:
-            answer = getattr(self.owner, found.attribute)(**found.arguments.parse(call.function.arguments))
+            answer = self._start(call)
             if inspect.isawaitable(answer):
                 answer = await answer
         except ArgumentError as error:
@@ -116,6 +118,30 @@ class OwnTools:
         if not isinstance(answer, str):
             raise DefinitionError(f"the user's tool {name}() returned {type(answer).__name__}; return a str")
         return UserCall(call=call, answer=answer)
+
+    def replay(self, dialogue: Sequence[Utterance]) -> None:
+        """Make the calls of a dialogue again, so that a new owner gets the state that they led to.
+
+        Raises DefinitionError if one of the tools is async.
+        """
+        for own in (own for line in dialogue for own in line.calls):
+            if own.call.function.name not in self._tools.tools:
+                continue
+            with suppress(ArgumentError, ToolError):
+                if inspect.iscoroutine(answer := self._start(own.call)):
+                    answer.close()
+                    raise DefinitionError(
+                        f"the user's tool {own.call.function.name}() is async and cannot be called again; "
+                        "write a plain method",
+                        self.owner,
+                    )
+
+    def _start(self, call: ToolCall) -> str | Awaitable[str]:
+        found = self._tools.tools[call.function.name]
+        answer: str | Awaitable[str] = getattr(self.owner, found.attribute)(
+            **found.arguments.parse(call.function.arguments)
+        )
+        return answer
 
 
 class Dialogue:

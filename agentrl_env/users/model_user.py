@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentrl_env.client.formatting import message_text
 from agentrl_env.errors import DefinitionError
 from agentrl_env.evaluation.chat_model import Completion, ModelFailed, Usage
+from agentrl_env.tools import toolset
 from agentrl_env.types import Message
 from agentrl_env.users.dialogue import (
     BudgetSpent,
@@ -43,7 +44,9 @@ class ModelUser:
         instructions: The person, the request and the facts that the user knows.
         endpoint: The endpoint of the model.
         tools: An object with ``@tool`` methods that the user can call, such as its phone. The policy sees
-            neither the calls nor their answers.
+            neither the calls nor their answers. If the calls change the object, pass a function that makes
+            it: the user calls the function for each message and repeats the calls of the dialogue, so that
+            forks and restored episodes have an object of their own in the right state.
         seed: Seed of the requests. Pass one of the episode, so that a temperature above 0 repeats too.
         max_calls: Tool calls that the user can make before it speaks. Further ones fail the episode.
         max_tokens: Tokens that the model can write in an episode, after which the episode is truncated. None
@@ -57,7 +60,7 @@ class ModelUser:
         instructions: str,
         endpoint: Endpoint,
         *,
-        tools: object | None = None,
+        tools: object | Callable[[], object] | None = None,
         seed: int = 0,
         max_calls: int = MAX_CALLS,
         max_tokens: int | None = None,
@@ -68,6 +71,10 @@ class ModelUser:
         if not self.stops or not all(word.strip() for word in self.stops):
             raise DefinitionError("stop is empty, so that every message would end the dialogue; give a word")
         self.instructions, self.endpoint, self.seed = instructions, endpoint, seed
+        self._make_tools: Callable[[], object] | None = None
+        kind: type = type(tools)
+        if callable(tools) and not toolset(kind).tools:
+            self._make_tools, tools = tools, tools()
         self.tools = OwnTools(tools) if tools is not None else None
         self.max_calls, self.max_tokens = max_calls, max_tokens
         self._system = f"{rules.replace('{stop}', self.stops[0])}\n\n{instructions}"
@@ -82,21 +89,29 @@ class ModelUser:
             raise BudgetSpent(f"the user has written {written} tokens, of at most {self.max_tokens}")
         messages, calls = self._messages(dialogue), list[UserCall]()
         answers: list[Completion] = []
-        specs = self.tools.specs if self.tools is not None else ()
+        tools = self._tools_after(dialogue)
+        specs = tools.specs if tools is not None else ()
         while True:
             try:
                 answers.append(await self.endpoint.complete(messages, specs, seed=self.seed))
             except ModelFailed as error:
                 raise UserFailed(f"the model that plays the user failed: {error}") from error
             asked = answers[-1].message.tool_calls or ()
-            if not asked or self.tools is None:
+            if not asked or tools is None:
                 return self._said(answers, calls)
             if len(calls) + len(asked) > self.max_calls:
                 raise UserFailed(f"the user made more than {self.max_calls} tool calls without a message")
-            made = [await self.tools.call(call) for call in asked]
+            made = [await tools.call(call) for call in asked]
             calls += made
             messages += [Message(role="assistant", content=None, tool_calls=tuple(asked))]
             messages += [_tool_answer(own) for own in made]
+
+    def _tools_after(self, dialogue: Sequence[Utterance]) -> OwnTools | None:
+        if self._make_tools is None:
+            return self.tools
+        tools = OwnTools(self._make_tools())
+        tools.replay(dialogue)
+        return tools
 
     def _said(self, answers: Sequence[Completion], calls: Sequence[UserCall]) -> Utterance:
         whole = message_text(answers[-1].message)

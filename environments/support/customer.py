@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from agentrl_env.users import Endpoint, FunctionUser, ModelUser, User, Utterance
+from agentrl_env.users import Endpoint, FunctionUser, ModelUser, User, UserCall, Utterance
 
+from .device import Device
 from .problem import Problem
+from .tools import DeskTools
 
 ASKING = re.compile(r"\?|\b(please|tell me|give me|let me know|i need|provide|share|may i have)\b")
 DONE = re.compile(
@@ -18,6 +20,8 @@ DONE = re.compile(
 REFUSED = re.compile(
     r"\b(can ?not|can't|unable|not (able|possible|allowed|eligible)|too late|no longer|unfortunately|sorry)\b"
 )
+SYMPATHY = re.compile(r"\bsorry (to|for|about|that)\b[^.!?]*")
+"""Words on a fault of the device that refuse nothing."""
 ANYTHING_ELSE = re.compile(r"\b(anything|something) else\b")
 CONFIRM = re.compile(
     r"\b(confirm|go ahead|proceed|shall i|should i|would you like me|do you want me|is that (right|correct))"
@@ -29,12 +33,16 @@ LOST = "I do not understand. Can you do it, or what do you need from me?"
 GIVES_UP = "This does not help me. I will try again another time."
 
 
-def make_customer(problem: Problem, endpoint: Endpoint | None, *, seed: int) -> User:
+def make_customer(problem: Problem, endpoint: Endpoint | None, *, seed: int, desk: DeskTools) -> User:
     """Return the customer of a problem: a model if there is an endpoint, else a program with rules."""
     text = instructions(problem)
+
+    def device() -> Device | None:
+        return problem.device(desk)
+
     if endpoint is not None:
-        return ModelUser(text, endpoint, seed=seed)
-    return FunctionUser(Customer(problem), instructions=text)
+        return ModelUser(text, endpoint, tools=device if device() is not None else None, seed=seed)
+    return FunctionUser(Customer(problem, device), instructions=text)
 
 
 def instructions(problem: Problem) -> str:
@@ -52,48 +60,80 @@ def instructions(problem: Problem) -> str:
 class Customer:
     """A customer with rules. Its answer follows from the dialogue alone.
 
-    It answers the questions that it has answers for, states its next request when the last one is settled or
-    refused, and says goodbye after the last.
+    It answers the questions that it has answers for, does what it is asked to do with its device, states its
+    next request when the last one is settled or refused, and says goodbye after the last.
 
     Args:
         problem: The problem.
+        device: Returns the customer's device as it is before the dialogue.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self._openings = [request.opening for request in problem.requests]
+    def __init__(self, problem: Problem, device: Callable[[], Device | None]) -> None:
+        self._requests, self._device = problem.requests, device
         self._topics = {topic: re.compile(pattern) for topic, pattern in problem.topics.items()}
         self._facts = [{"identity": problem.identity, **request.facts} for request in problem.requests]
+        actions = rf"|\bi(?:'ve| have) (?:now |just |already )?(?:{problem.actions})\w*"
+        self._done = re.compile(DONE.pattern + actions * bool(problem.actions))
 
     def __call__(self, dialogue: Sequence[Utterance]) -> Utterance:
         """Return the next message."""
-        stage, lost, said = 0, 0, Utterance(text=f"Hello. {self._openings[0]}")
-        for line in dialogue:
+        stage, lost, said = 0, 0, Utterance(text=f"Hello. {self._requests[0].opening}")
+        for number, line in enumerate(dialogue):
             if line.speaker != "assistant":
                 continue
-            heard = line.text.lower()
-            if answer := self._answer(heard, stage):
+            heard, answered = line.text.lower(), dialogue[number + 1 : number + 2]
+            if self._requests[stage].on_device:
+                heard = SYMPATHY.sub("", heard)
+            # What the customer did earlier is recorded. A test of the device might end differently now.
+            uses = answered[0].calls if answered else self._use(dialogue, heard, stage)
+            answer = " ".join([self._answer(heard, stage), *(own.answer for own in uses)]).strip()
+            if self._is_settled(uses, stage):
+                stage, lost, said = stage + 1, 0, self._next(stage + 1, f"{answer} {THANKS}")
+            elif answer:
                 lost, said = 0, Utterance(text=answer)
-            elif DONE.search(heard) or REFUSED.search(heard) or ANYTHING_ELSE.search(heard):
-                refused = REFUSED.search(heard) and not DONE.search(heard)
-                stage, lost, said = stage + 1, 0, self._next(stage + 1, AGAIN if refused else THANKS)
+            elif self._done.search(heard) or REFUSED.search(heard) or ANYTHING_ELSE.search(heard):
+                words = AGAIN if self._is_refusal(heard) else THANKS
+                stage, lost, said = stage + 1, 0, self._next(stage + 1, words)
             elif CONFIRM.search(heard):
                 lost, said = 0, Utterance(text="Yes, please.")
             else:
                 lost += 1
                 gives_up = lost >= PATIENCE
                 said = Utterance(text=GIVES_UP if gives_up else LOST, ends=gives_up)
+            said = said.model_copy(update={"calls": tuple(uses)})
         return said
 
     def _answer(self, heard: str, stage: int) -> str:
         """Return the answers to the questions of a message; "" if it has none for this customer."""
-        if not ASKING.search(heard) or DONE.search(heard):
+        if not ASKING.search(heard) or self._done.search(heard):
             return ""
         asked = [part for part in re.split(r"(?<=[.?!])\s+", heard) if ASKING.search(part)]
         facts = self._facts[stage]
         topics = [topic for topic in facts if any(self._topics[topic].search(part) for part in asked)]
         return " ".join(facts[topic] for topic in topics)
 
+    def _use(self, dialogue: Sequence[Utterance], heard: str, stage: int) -> list[UserCall]:
+        """Use the device as the last message asks for, and return the calls."""
+        if (device := self._device()) is None:
+            return []
+        device = device.after(dialogue)
+        uses = device.hear([line.text for line in dialogue if line.speaker == "assistant"])
+        if not self._requests[stage].on_device:
+            uses = [use for use in uses if use[0] != device.test]
+        elif not uses and not self._is_refusal(heard):
+            uses = [(device.test, {})] * bool(self._done.search(heard) or ANYTHING_ELSE.search(heard))
+        return [device.use(tool, given, number) for number, (tool, given) in enumerate(uses)]
+
+    def _is_settled(self, uses: Sequence[UserCall], stage: int) -> bool:
+        """Return True if the request is about the device, and a test has shown that it works."""
+        if not self._requests[stage].on_device or (device := self._device()) is None:
+            return False
+        return any(own.call.function.name == device.test and device.works(own.answer) for own in uses)
+
+    def _is_refusal(self, heard: str) -> bool:
+        return bool(REFUSED.search(heard)) and not self._done.search(heard)
+
     def _next(self, stage: int, words: str) -> Utterance:
-        if stage == len(self._openings):
+        if stage == len(self._requests):
             return Utterance(text=f"{words} {BYE}", ends=True)
-        return Utterance(text=f"{words} {self._openings[stage]}")
+        return Utterance(text=f"{words} {self._requests[stage].opening}")

@@ -53,11 +53,11 @@ class Desk(DeskTools, Environment):
         return Done("The customer has been transferred.", reward=self.grade())
 
     def grade(self):
-        """Return 1 if the records are as they should be and the customer knows what it must know."""
-        return float(self._records_right() and self._told() == 1.0)
+        """Return 1 if records and device are as they should be and the customer knows what it must know."""
+        return float(self._records_right() and self._told() == 1.0 and all(self._device_right().values()))
 
     def score(self):
-        right = {"records": float(self._records_right()), "told": self._told()}
+        right = {"records": float(self._records_right()), "told": self._told(), **self._device_right()}
         return {**right, **self.dialogue.metrics()}
 
     def snapshot(self):
@@ -81,7 +81,8 @@ class Desk(DeskTools, Environment):
         return "Is there anything else?"
 
     def _dialogue(self, lines=()):
-        return Dialogue(make_customer(self._problem(), ENDPOINT, seed=self.seed), state=lines)
+        user = make_customer(self._problem(), ENDPOINT, seed=self.seed, desk=self)
+        return Dialogue(user, state=lines)
 
     def _problem(self) -> Problem:
         return self.problem(self.data)
@@ -91,6 +92,12 @@ class Desk(DeskTools, Environment):
         return wanted.keys() <= self.changes.keys() and all(
             record in (wanted.get(key), original(self.tables, key)) for key, record in self.changes.items()
         )
+
+    def _device_right(self) -> dict[str, float]:
+        """Return the metric of the customer's device, if the customer has one."""
+        if (device := self._problem().device(self)) is None:
+            return {}
+        return {device.name: float(device.after(self.dialogue.lines).right())}
 
     def _told(self) -> float:
         """Return the share of the facts that were told."""

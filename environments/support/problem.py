@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from .device import Device
 from .tools import DeskTools
 
 LEVELS = (1, 2, 3)
@@ -40,6 +41,8 @@ class Request(NamedTuple):
     steps: list[Step]
     told: list[str]
     """What the customer must be told: amounts, dates and numbers."""
+    on_device: bool = False
+    """True if the request is settled when the customer's device works, by the customer's own test."""
 
 
 class Problem(ABC):
@@ -53,6 +56,8 @@ class Problem(ABC):
     """The tools that the steps call."""
     topics: ClassVar[dict[str, str]]
     """Topics of a question, as regular expressions."""
+    actions: ClassVar[str] = ""
+    """Further verbs by which the desk reports what it has done, as a regular expression of their stems."""
     instructions: ClassVar[str]
     """Instructions of a model that plays the customer, with the fields ``first``, ``last``, ``identity`` and
     ``requests``."""
@@ -67,6 +72,14 @@ class Problem(ABC):
     @abstractmethod
     def request(self, number: int, wish: dict[str, Any]) -> Request:
         """Return one request, from what the sample says of it."""
+
+    def device(self, desk: DeskTools) -> Device | None:
+        """Return the customer's device as it is before the dialogue; None if the customer has none.
+
+        Args:
+            desk: The desk, with the records of the episode, on which a test of the device may depend.
+        """
+        return None
 
     def identify(self) -> list[Step]:
         """Return the question for the customer's identity, and the call that finds the customer."""
