@@ -161,21 +161,30 @@ class Problems:
         return _samples(self._customers[place], self._level, number, self._draw)[number]
 
 
-_made: dict[tuple[Draw, str, int], list[dict[str, Any]]] = {}
+_made: dict[tuple[Draw, str, int], tuple[Any, list[dict[str, Any]]]] = {}
+"""The samples of a customer so far, and the state of the generator after them."""
 
 
 def _samples(name: str, level: int, number: int, draw: Draw) -> list[dict[str, Any]]:
     """Return the samples of a customer, up to the one with this number at least."""
-    made = _made.get((draw, name, level), [])
+    rng = random.Random(f"{name} {level}")
+    state, made = _made.get((draw, name, level), (rng.getstate(), []))
     if number < len(made):
         return made
-    rng, made, seen = random.Random(f"{name} {level}"), [], set()
+    rng.setstate(state)
+    made = list(made)  # another thread may read the old list
+    seen = {_problem_key(sample) for sample in made}
     while len(made) < number + SPARE:
         if (requests := draw(name, level, rng)) is None:
             continue
         data = {"level": level, "customer": name, "requests": requests}
-        if (key := json.dumps(data, sort_keys=True)) not in seen:
+        if (key := _problem_key(data)) not in seen:
             seen.add(key)
             made.append({**data, "style": rng.randrange(2), "by_name": level > 1 and rng.random() < 0.5})
-    _made[draw, name, level] = made
+    _made[draw, name, level] = rng.getstate(), made
     return made
+
+
+def _problem_key(data: dict[str, Any]) -> str:
+    """Return the text that equal problems share, whatever their words."""
+    return json.dumps([data[name] for name in ("level", "customer", "requests")], sort_keys=True)

@@ -13,7 +13,7 @@ PLACES = ("Spain", "Norway", "Japan", "Canada", "Kenya", "Chile", "Greece", "Vie
 PAYMENTS = ("card", "bank account")
 ON_PHONE = ("phone", "trouble", "both")
 """Kinds of requests about the phone that the customer has at hand."""
-PHONE_SHARE = {1: 0.3, 2: 0.5, 3: 0.7}
+PHONE_SHARE = {1: 0.25, 2: 0.5, 3: 0.7}
 """The share of draws with such a request, by level. Some of them are not possible and drawn again."""
 ACCOUNT_FAULTS = ("calls", "abroad", "slow")
 """Complaints that an account can cause: a suspended line, roaming that is off, data that are used up."""
@@ -91,8 +91,9 @@ def _plan(kind: str, line: dict, level: int, rng: random.Random) -> dict | None:
             {plan["data_gb"] - less for plan in TELECOM["plans"].values() for less in (0, 1)} - {0}
         )
         wishes = [{"at_least": size, "abroad": abroad} for size in sizes for abroad in (False, True)]
-    fitting = [wish for wish in wishes if _is_too_cheap(wish, line) == (kind == "cheaper")]
-    return {"line": line["number"], "plan": rng.choice(fitting)} if fitting else None
+    rng.shuffle(wishes)
+    wish = next((wish for wish in wishes if _is_too_cheap(wish, line) == (kind == "cheaper")), None)
+    return {"line": line["number"], "plan": wish} if wish else None
 
 
 def _is_too_cheap(wish: dict, line: dict) -> bool | None:
@@ -200,8 +201,14 @@ def _on_phone(kind: str, line: dict, level: int, rng: random.Random) -> dict | N
     fitting = [complaint for complaint in every if _account_fault(complaint, line) == (kind != "phone")]
     if not fitting:
         return None
-    complaint = rng.choice(fitting)
-    faults = 0 if kind == "trouble" else 2 if kind == "phone" and level == 3 and rng.random() < 0.5 else 1
+    count = 0 if kind == "trouble" else 2 if kind == "phone" and level == 3 and rng.random() < 0.5 else 1
+    # Each setting is as often wrong as the others, so that no answer is right more often.
+    setting = rng.choice(
+        list({setting: None for complaint in fitting for setting in TROUBLES[complaint].wrong})
+    )
+    complaint = rng.choice([complaint for complaint in fitting if setting in TROUBLES[complaint].wrong])
+    others = [other for other in TROUBLES[complaint].wrong if other != setting]
+    faults = [setting, *rng.sample(others, 1)][:count]
     wish = {"line": line["number"], "complaint": complaint, "phone": _state(complaint, faults, rng)}
     if complaint == "abroad":
         wish["place"] = rng.choice(PLACES)
@@ -224,7 +231,7 @@ def _account_fault(complaint: str, line: dict) -> bool | None:
     return complaint == "slow" and state == "used up"
 
 
-def _state(complaint: str, faults: int, rng: random.Random) -> State:
+def _state(complaint: str, faults: Sequence[str], rng: random.Random) -> State:
     """Return the settings of a phone: faults, and settings of the customer's own taste."""
     trouble = TROUBLES[complaint]
     state = {**RIGHT, **trouble.settings, "Wi-Fi calling": rng.choice(("on", "off"))}
@@ -233,6 +240,6 @@ def _state(complaint: str, faults: int, rng: random.Random) -> State:
     # Whoever changes all settings that the policy names damages one of these, or turns on roaming at home.
     for setting in rng.sample(free, rng.randrange(1, len(free) + 1) if free else 0):
         state[setting] = rng.choice(tastes[setting])
-    for setting in rng.sample(list(trouble.wrong), faults):
+    for setting in faults:
         state[setting] = rng.choice(trouble.wrong[setting])
     return state

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from ..device import Use
 from .records import ACCESS_POINT
 
+MAX_HEARD = 2_000
+"""Characters of a message that the customer reads. Longer ones would take too much time to search."""
 _SETTINGS = {
     "airplane mode": r"\b(?:air|aero)plane\b(?:[- ]mode)?|\bflight[- ]mode",
     "data roaming": r"\b(?:mobile )?(?:data )?(?:international )?roaming\b",
@@ -110,7 +112,8 @@ def understand(messages: Sequence[str]) -> list[Use]:
     uses: list[Use] = []
     end: list[Use] = []
     last, act, tested = _last_setting(messages[:-1]), "", False
-    for sentence in _sentences(messages[-1].lower()):
+    message = messages[-1][:MAX_HEARD].lower()
+    for sentence in _sentences(message):
         if _NOT_ASKED.search(sentence) or _IF_IT_FAILS.search(sentence):
             continue
         if tested and _IF_NOT.search(sentence):
@@ -119,7 +122,7 @@ def understand(messages: Sequence[str]) -> list[Use]:
         parts = list(_parts(sentence, last))
         named = bool(_MENTION.search(sentence))
         tested = question and bool((_SURE_TEST if named else _TEST).search(sentence))
-        if code := _CODE.search(sentence) if re.search(_CODE_WORDS, messages[-1].lower()) else None:
+        if code := _CODE.search(sentence) if re.search(_CODE_WORDS, message) else None:
             uses.append(("enter_puk", {"code": re.sub(r"\D", "", code[0])}))
             parts = [(text, setting) for text, setting in parts if setting not in ("SIM lock", "SIM card")]
         if tested and not named:  # "Does it work?" is not about the last setting
@@ -157,7 +160,7 @@ def _sentences(message: str) -> list[str]:
 def _last_setting(messages: Sequence[str]) -> str | None:
     """Return the setting that was mentioned last, to which a pronoun refers."""
     for message in reversed(messages):
-        if found := [_name(match) for match in _MENTION.finditer(message.lower())]:
+        if found := [_name(match) for match in _MENTION.finditer(message[:MAX_HEARD].lower())]:
             return found[-1]
     return None
 
