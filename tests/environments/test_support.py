@@ -14,10 +14,12 @@ from tests.environments.play import play
 pytestmark = pytest.mark.environments
 
 FOLDER = Path(__file__).parents[2] / "environments" / "support"
-DESKS = {"support": load_target(str(FOLDER)), "airline": load_target(str(FOLDER / "airline"))}
+DESKS = {"support": load_target(str(FOLDER))}
+DESKS |= {name: load_target(str(FOLDER / name)) for name in ("airline", "telecom")}
 PACKAGE = DESKS["support"].__module__.rpartition(".")[0]
 desk, customer, shop = (sys.modules[f"{PACKAGE}.{name}"] for name in ("desk", "customer", "shop.problems"))
 KINDS = {"support": shop.KINDS, "airline": sys.modules[f"{PACKAGE}.airline.draws"].KINDS}
+KINDS["telecom"] = sys.modules[f"{PACKAGE}.telecom.problems"].KINDS
 every_desk = pytest.mark.parametrize("task", DESKS)
 every_level = pytest.mark.parametrize("level", [1, 2, 3])
 

@@ -12,6 +12,7 @@ from agentrl_env.users import (
     Endpoint,
     FunctionUser,
     ModelUser,
+    OwnTools,
     ScriptedUser,
     UserFailed,
     Utterance,
@@ -208,6 +209,50 @@ async def test_model_plays_the_user_with_tools_that_the_policy_does_not_see():
     assert {request["seed"] for request in server.requests} == {7}
     assert {request["temperature"] for request in server.requests} == {0.0}
     assert "[END]" not in server.requests[1]["messages"][-1]["content"]
+
+
+async def test_function_that_makes_the_tools_gives_each_fork_an_object_of_its_own():
+    def switch_it(body):
+        last = body["messages"][-1]
+        if last["role"] == "user" and "Switch" in last["content"]:
+            return completion(ToolCall.of("switch", on="on" in last["content"].split()))
+        return completion(text=str(last["content"]) or "Hello.")
+
+    with ChatServer(switch_it) as server:
+        task = with_user(lambda self, sample: model_user(server.url, tools=Phone))
+        async with EnvClient.local(task) as client:
+            session = await client.open(task.name, index=0, seed=7)
+            await session.step("Switch it on .")
+            (fork,) = await session.fork()
+            answers = [await one.step("Switch it off .") for one in (session, fork)]
+            again = await fork.step("Switch it off .")
+    assert [answer.messages[0].content for answer in answers] == ["The phone is off."] * 2
+    assert again.messages[0].content == "it already is"
+
+
+async def test_calls_of_a_dialogue_are_replayed_on_a_new_object():
+    bad = [ToolCall.of("dance"), ToolCall.of("switch", on="yes"), ToolCall.of("switch", on=False)]
+    calls = [{"call": call.model_dump(), "answer": ""} for call in (*bad, ToolCall.of("switch", on=True))]
+    phone = Phone()
+    OwnTools(phone).replay([Utterance.model_validate({"text": "Done.", "calls": calls})])
+    assert phone.on
+
+
+class SlowPhone:
+    """A phone that cannot be replayed."""
+
+    @tool
+    async def switch(self, on: bool):
+        """Switch the phone on or off."""
+        return "Done."
+
+
+def test_async_tools_cannot_be_replayed():
+    line = Utterance.model_validate(
+        {"text": "", "calls": [{"call": ToolCall.of("switch", on=True).model_dump(), "answer": ""}]}
+    )
+    with pytest.raises(DefinitionError, match="async and cannot be called again"):
+        OwnTools(SlowPhone()).replay([line])
 
 
 async def test_same_dialogue_is_answered_from_the_cache(tmp_path):
