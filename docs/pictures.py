@@ -15,6 +15,8 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -45,20 +47,25 @@ def terminal(*command: str) -> str:
 
 
 def curve(folder: Path) -> str:
-    """Return the success and the valid calls of a run on one task by step, as an SVG image."""
+    """Return the success of a run in each of its tasks by step, as an SVG image."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    tasks = [next(iter(step["tasks"].values())) for step in steps]
     series = [
         Series(
-            name=name,
-            points=[(step["step"], task[key]) for step, task in zip(steps, tasks, strict=True)],
+            name=task,
+            points=[(step["step"], mean_success(steps[max(0, place - 2) : place + 1], task))
+                    for place, step in enumerate(steps)],
             colour=number,
         )
-        for number, (name, key) in enumerate((("success", "success"), ("valid calls", "valid_calls")))
-    ]
+        for number, task in enumerate(sorted(steps[0]["tasks"]))
+    ]  # fmt: skip
     chart = line_chart(series, label=percent_label, top=1.0)
     names = [(line.name, line.colour) for line in series]
-    return standalone(chart, title="SmolLM2-135M on sql, 64 episodes a step", names=names)
+    return standalone(chart, title="Success of SmolLM2-135M, mean of three steps", names=names)
+
+
+def mean_success(steps: list[dict[str, Any]], task: str) -> float:
+    """Return the success in a task over some steps."""
+    return fmean(step["tasks"][task]["success"] for step in steps)
 
 
 def server_page(picture: Path) -> None:
@@ -116,5 +123,5 @@ if __name__ == "__main__":
     (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
     page((Path(sys.argv[1]) / "report.html").resolve().as_uri(), IMAGES / "report.png")
     live_page(Path(sys.argv[1]), IMAGES / "watch.png")
-    (IMAGES / "real-sql.svg").write_text(curve(Path(sys.argv[2])))
+    (IMAGES / "real.svg").write_text(curve(Path(sys.argv[2])))
     server_page(IMAGES / "server.png")
