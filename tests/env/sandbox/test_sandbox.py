@@ -274,14 +274,16 @@ class TestIsolation:
             "/dev/shm/shared.marker",
         ):
             own.write(path, "x")
-        found = own.run("find / -name '*.marker' 2>/dev/null | LC_ALL=C sort").stdout.split()
+        search = "find / -name '*.marker' 2>/dev/null | LC_ALL=C sort"
+        found = own.run(search, timeout=300.0).stdout.split()  # a cold disk takes its time
         assert found == [
             "/dev/shm/shared.marker",
             f"{HOME}/here.marker",
             "/usr/local/bin/local.marker",
             "/var/there.marker",
         ]
-        assert own.run("find / -name '*layers*' -not -path '/usr/*' 2>/dev/null").stdout == ""
+        search = "find / -name '*layers*' -not -path '/usr/*' 2>/dev/null"
+        assert own.run(search, timeout=300.0).stdout == ""
         descriptors = own.run(["python3", "-c", "import os; print(*os.listdir('/proc/self/fd'))"]).stdout
         assert set(descriptors.split()) <= {"0", "1", "2", "3"}
         assert own.run("ls /proc/self/fd/3/root /proc/1/fd/").code != 0
