@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.users import Dialogue, Endpoint
 
 from .customer import make_customer
-from .problem import LEVELS, NUM_SAMPLES, Problem
+from .problem import LEVELS, NUM_SAMPLES, Problem, Problems
 from .records import MAX_MESSAGE, original
 from .tools import DeskTools, call_key
 
@@ -28,6 +29,14 @@ class Desk(DeskTools, Environment):
     policy: ClassVar[str]
     """The rules of the desk, which the agent reads first."""
     problem: ClassVar[type[Problem]]
+    problems: ClassVar[Callable[[str, int], Problems]]
+    """Returns the samples of "train" or "test" at a level."""
+
+    @classmethod
+    def samples(cls, split):
+        """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
+        name, _, level = split.partition("-")
+        return cls.problems(name, int(level or 1))
 
     async def reset(self, sample, rng):
         self.data, self.seed = sample.data, sample.seed

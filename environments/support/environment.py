@@ -37,9 +37,4 @@ class Support(ShopTools, Desk):
 
     policy = POLICY
     problem = ShopProblem
-
-    @classmethod
-    def samples(cls, split):
-        """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
-        name, _, level = split.partition("-")
-        return problems(name, int(level or 1))
+    problems = staticmethod(problems)

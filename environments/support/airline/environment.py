@@ -56,9 +56,4 @@ class Airline(AirlineTools, Desk):
 
     policy = POLICY
     problem = AirlineProblem
-
-    @classmethod
-    def samples(cls, split):
-        """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
-        name, _, level = split.partition("-")
-        return problems(name, int(level or 1))
+    problems = staticmethod(problems)
