@@ -150,6 +150,7 @@ def load(domain: str) -> type[Tau2Task]:
         "endpoint": endpoint,
         "tasks": tasks,
         "ids": splits,
+        "user_kinds": {},
         **tools_of(f"tau2:{domain}", _described(world.get_tools()), Tau2Task.play),
     }
     return type("Tau2", (Tau2Task,), fields)
@@ -180,6 +181,8 @@ class Tau2Task(Environment):
     endpoint: ClassVar[Endpoint]
     tasks: ClassVar[dict[str, Any]]
     ids: ClassVar[dict[str, list[str]]]
+    user_kinds: ClassVar[dict[tuple[str, ...], type[_UserTools]]]
+    """The classes of the users' tools, by their names: their schemas are compiled once."""
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, Any]]:
@@ -328,9 +331,11 @@ class _UserTools:
 
 
 def _user_tools(task: Tau2Task, tools: Sequence[Any]) -> _UserTools:
-    fields = tools_of(f"tau2:{task.domain}", _described(tools), _UserTools.play)
-    made: _UserTools = type("UserTools", (_UserTools,), fields)(task)
-    return made
+    names = tuple(tool.name for tool in tools)
+    if names not in task.user_kinds:
+        fields = tools_of(f"tau2:{task.domain}", _described(tools), _UserTools.play)
+        task.user_kinds[names] = type("UserTools", (_UserTools,), fields)
+    return task.user_kinds[names](task)
 
 
 def _is_text(message: Any) -> bool:
