@@ -45,16 +45,16 @@ def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
     from minisweagent.models.openrouter_model import OpenRouterModel
     from minisweagent.models.utils.actions_toolcall import BASH_TOOL
 
-    class PolicyModel(OpenRouterModel):
-        def _query(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-            body = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}
-            answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=None, trust_env=False)
-            if answer.is_error:
-                raise RuntimeError(f"the gateway answered {answer.status_code}: {answer.text}")
-            return answer.json()
+    def query(messages: list[dict[str, Any]], **options: Any) -> Any:
+        body = {"model": "policy", "messages": messages, "tools": [BASH_TOOL]}
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=None, trust_env=False)
+        if answer.is_error:
+            raise RuntimeError(f"the gateway answered {answer.status_code}: {answer.text}")
+        return answer.json()
 
     templates = {name: value for name, value in settings.items() if name != "model_kwargs"}
-    model = PolicyModel(model_name="policy", cost_tracking="ignore_errors", **templates)
+    model: Any = OpenRouterModel(model_name="policy", cost_tracking="ignore_errors", **templates)
+    model._query = query
     model.abort_exceptions = [Exception]  # no retries: the run retries failed episodes
     return model
 
