@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, *APART, []], help="default: all but the last")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of learner, vllm, trl")
-    parser.add_argument("--model", help="folder of a stored model, for the learner's part on a CPU")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for the engine's part")
+    parser.add_argument(
+        "--model", help="a stored model, as model.path names it, for engine, learner and trl on a CPU"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for engine and learner")
     chosen = parser.parse_args()
     device = chosen.device or device_at_hand()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -28,14 +30,17 @@ def main() -> None:
 
                 serving.run(quick=chosen.quick)
             case "engine":
-                from tests.benchmarks import engine
+                from tests.benchmarks import engine, stored_engine
 
-                engine.run(quick=chosen.quick, threads=chosen.threads)
+                if chosen.model:
+                    stored_engine.run(chosen.model, quick=chosen.quick, threads=chosen.threads)
+                else:
+                    engine.run(quick=chosen.quick, threads=chosen.threads)
             case "learner":
                 from tests.benchmarks import learner
 
                 if chosen.model:
-                    learner.run_stored(chosen.model, quick=chosen.quick)
+                    learner.run_stored(chosen.model, quick=chosen.quick, threads=chosen.threads)
                 else:
                     learner.run(device=device, quick=chosen.quick)
             case "bookkeeping":

@@ -6,8 +6,9 @@ Useful work per token: 6 operations per body parameter, attention over the prece
 tokens 6 per head weight; recomputation to save memory does not count. The ceiling is a large matrix product
 on the same device in the same run.
 
-With ``--model PATH``, a stored model on one thread of a CPU: a group of 8 episodes of 574 tokens with a
-common prompt, which counts once. Seconds are those of the processor, which other processes disturb least.
+With ``--model PATH``, a stored model on a CPU: a group of 8 episodes of 574 tokens with a common prompt,
+which counts once. TRL's trainer computes the loss of the same samples, each with its own prompt, and takes
+turns with ours. On one thread, seconds are those of the processor, which other processes disturb least.
 
 Episodes of ``SIBLINGS`` have half of their tokens in common, as those of a group with a long opening; their
 tokens/s count every token of every episode.
@@ -15,8 +16,11 @@ tokens/s count every token of every episode.
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,37 +92,87 @@ def operations(model: Qwen3ForCausalLM, batch: Batch, lengths: list[int]) -> flo
     return 6.0 * body * batch.num_tokens + attention + 6.0 * head * batch.num_loss_tokens
 
 
-def run_stored(path: str, *, quick: bool = False) -> None:
-    """Print a row for each method of training a stored model on one thread of a CPU."""
-    torch.set_num_threads(1)
+def run_stored(path: str, *, quick: bool = False, threads: int = 1) -> None:
+    """Print a row for each method of training a stored model on a CPU, and one for TRL's."""
+    torch.set_num_threads(threads)
     most = {dtype: ceiling("cpu", getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in most.items())
-    table = Table(title=f"learner, {path}, one thread; a large matrix product in GFLOP/s: {rates}")
-    for heading in ("variant", "dtype", "processor s an update", "tokens/s", "GFLOP/s", "of the ceiling"):
+    table = Table(title=f"learner, {path}, threads: {threads}; a large matrix product in GFLOP/s: {rates}")
+    for heading in ("variant", "dtype", "s an update", "tokens/s", "GFLOP/s", "of the ceiling", "TRL / it"):
         table.add_column(heading, justify="left" if heading in ("variant", "dtype") else "right")
+    clock = time.process_time if threads == 1 else time.perf_counter
+    model, tokenizer = load_policy(path)
+    made = group(model.config.vocab_size)
+    peer = trl_update(model, tokenizer, made)
+    peer_s: list[float] = []
+    tokens = GROUP_SIZE * EPISODE_TOKENS - (GROUP_SIZE - 1) * PROMPT_TOKENS
+    rows = []
     for variant, options in STORED.items():
         model, _ = load_policy(path)
         learner = Learner(model, TrainSection(learning_rate=1e-6, **options))
-        made = group(model.config.vocab_size)
         (batch,) = pack(made, max_tokens=2**20, shared=learner.shares_prefixes)
-        learner.step([batch])
-        seconds = []
-        for _ in range(1 if quick else 3):
-            started = time.process_time()
-            learner.step([batch])
-            seconds.append(time.process_time() - started)
-        tokens = GROUP_SIZE * EPISODE_TOKENS - (GROUP_SIZE - 1) * PROMPT_TOKENS
+        seconds: list[float] = []
+        for _ in range(2 if quick else 4):  # the first allocates
+            for update, taken in ((partial(learner.step, [batch]), seconds), (peer, peer_s)):
+                started = clock()
+                update()
+                taken.append(clock() - started)
         rate = stored_operations(model, batch, tokens, frozen="lora" in options) / min(seconds)
-        dtype = learner.settings.precision
+        rows.append((variant, learner.settings.precision, min(seconds), rate))
+    rows.append(("TRL 1.16", "float32", min(peer_s), None))
+    for variant, dtype, best_s, rate in rows:
+        speed = ("-", "-") if rate is None else (f"{rate / 1e9:.0f}", f"{rate / most[dtype]:.1%}")
         table.add_row(
-            variant,
-            dtype,
-            f"{min(seconds):.2f}",
-            f"{tokens / min(seconds):.0f}",
-            f"{rate / 1e9:.0f}",
-            f"{rate / most[dtype]:.1%}",
+            variant, dtype, f"{best_s:.2f}", f"{tokens / best_s:.0f}", *speed, f"{min(peer_s) / best_s:.2f}"
         )
-    Console().print(table)
+    Console(width=120).print(table)
+
+
+def trl_update(
+    model: PreTrainedModel, tokenizer: Any, episodes: Sequence[TokenSequence]
+) -> Callable[[], object]:
+    """Return an update by the loss of TRL's trainer in float32, on all episodes as one batch."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    size = len(episodes)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda prompts, **_: [0.0] * len(prompts),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            per_device_train_batch_size=size,
+            num_generations=size,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "none"}] * size),
+        processing_class=tokenizer,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6, weight_decay=0.0)
+    ids = torch.tensor(np.stack([one.token_ids for one in episodes]))
+    mask = torch.tensor(np.stack([one.loss_mask for one in episodes]))[:, PROMPT_TOKENS:]
+    inputs = {
+        "prompt_ids": ids[:, :PROMPT_TOKENS],
+        "prompt_mask": torch.ones(size, PROMPT_TOKENS, dtype=torch.long),
+        "completion_ids": ids[:, PROMPT_TOKENS:],
+        "completion_mask": torch.ones_like(mask, dtype=torch.long),
+        "tool_mask": mask.long(),
+        "advantages": torch.arange(size) - (size - 1) / 2,
+        "num_items_in_batch": mask.sum(),
+    }
+
+    def update() -> None:
+        trainer.compute_loss(trainer.model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
 
 
 def group(vocabulary: int) -> list[TokenSequence]:
