@@ -86,7 +86,8 @@ def _ranking(results: Record) -> str:
         return ""
     note = (
         f"Means over seeds with the {results['interval']}. Area: mean held-out success over the first "
-        f"{results['area_samples']:.0f} episodes. Difference: to {results['baseline']} at equal seeds."
+        f"{results['area_samples']:.0f} episodes. Differences: to {results['baseline']} at equal seeds. "
+        "The p-value is adjusted for all variants (Holm); up to 0.05 a difference of areas is a finding."
     )
     return (
         f"{section_head('ranking', 'Ranking by final held-out success', note)}"
@@ -108,9 +109,12 @@ def _rank(number: int, variant: Record, results: Record) -> str:
         if difference is not None:
             change += _below(f"above in {difference['above']} of {difference['n']}")
     greedy = _below(f"greedy {_share(final['greedy'])}") if final["greedy"] else ""
+    tested = variant["difference"]["area"]
+    adjusted = tested and tested.get("p_holm")
+    under = _below(f"{_difference(tested)}, p {adjusted:.2g}") if adjusted is not None else ""
     return (
         f"<tr><td>{number}. {escape(variant['name'])}</td><td>{_share(shown)}{greedy}</td>"
-        f'<td class="picture">{picture}</td><td>{_share(final["area"])}</td><td>{change}</td>'
+        f'<td class="picture">{picture}</td><td>{_share(final["area"])}{under}</td><td>{change}</td>'
         f"<td>{_count(variant['samples'])}</td><td>{_seconds(variant['wall_s'])}"
         f"{_below('processor ' + _seconds(variant['processor_s']))}</td></tr>"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,23 +139,30 @@ def load_sweep(path: Path, *, cores: int, processes: int | None = None) -> Sweep
 
 def _runs(path: Path, config: SweepConfig, *, folder: Path, threads: int) -> Iterator[PlannedRun]:
     base = path.parent / Path(config.config).expanduser()
-    loaded, wrong = {}, []
-    for variant, changes in config.changes.items():
-        own: Table = {"run": {"name": variant, "folder": str(folder), "threads": threads}}
+    loaded: dict[tuple[int, str], RunConfig] = {}
+    wrong: dict[str, str] = {}
+    for seed, (variant, changes) in product(config.seeds, config.changes.items()):
+        own: Table = {
+            "run": {"name": f"seed-{seed}", "folder": str(folder / variant), "seed": seed, "threads": threads}
+        }
+        tables = [_of_seed(table, seed) for table in (config.set, changes)]
         try:
-            loaded[variant] = load_config(base, changes=(config.set, changes, own))
+            loaded[seed, variant] = load_config(base, changes=(*tables, own))
         except ConfigError as error:
-            wrong.append(f"variant {variant} of {path}: {error}")
+            wrong.setdefault(variant, str(error))
             continue
-        if not loaded[variant].eval.samples:
-            wrong.append(
-                f"variant {variant} of {path}: eval.samples is 0, so there is nothing to rank: raise it"
-            )
+        if not loaded[seed, variant].eval.samples:
+            wrong.setdefault(variant, "eval.samples is 0, so there is nothing to rank: raise it")
     if wrong:
-        raise ConfigError("\n".join(wrong))
-    for seed in config.seeds:
-        for variant, of_variant in loaded.items():
-            run = of_variant.run.model_copy(
-                update={"name": f"seed-{seed}", "folder": str(folder / variant), "seed": seed}
-            )
-            yield PlannedRun(variant=variant, seed=seed, config=of_variant.model_copy(update={"run": run}))
+        raise ConfigError("\n".join(f"variant {name} of {path}: {text}" for name, text in wrong.items()))
+    for (seed, variant), run in loaded.items():
+        yield PlannedRun(variant=variant, seed=seed, config=run)
+
+
+def _of_seed(value: Any, seed: int) -> Any:
+    """Return a setting with the seed of a run in place of ``{seed}``."""
+    if isinstance(value, str):
+        return value.replace("{seed}", str(seed))
+    if isinstance(value, dict):
+        return {key: _of_seed(one, seed) for key, one in value.items()}
+    return [_of_seed(one, seed) for one in value] if isinstance(value, list) else value

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,9 @@ from agentrl_train.report.curves import number, task_values
 from agentrl_train.report.page import RunRecord, read_run
 from agentrl_train.sweep.plan import PlannedRun, Sweep
 from agentrl_train.sweep.processes import finished, usage
+from agentrl_train.sweep.statistics import INTERVAL, holm, interval, p_value, share_interval
 
 FORMAT = 1
-INTERVAL = "95 % interval of the mean over seeds (Student's t)"
-T_975 = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
-    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
-)  # fmt: skip
-"""97.5 % quantiles of Student's t, by degrees of freedom from 1 on."""
 CURVES = {
     "held_out_success": "held-out success, sampled",
     "held_out_greedy": "held-out success, greedy",
@@ -61,6 +55,7 @@ def results(sweep: Sweep, *, command: str, failed: Mapping[Path, str]) -> dict[s
         one["difference"] = {
             key: _paired(one["runs"], base["runs"], key) for key in ("success", "greedy", "area")
         }
+    _adjust([one["difference"]["area"] for one in variants if one is not base])
     ranked = [one for one in variants if one["final"]["success"] is not None]
     return {
         "format": FORMAT,
@@ -80,41 +75,16 @@ def results(sweep: Sweep, *, command: str, failed: Mapping[Path, str]) -> dict[s
     }
 
 
+def _adjust(differences: Sequence[dict[str, Any] | None]) -> None:
+    """Add Holm's adjusted p-value to the differences of a sweep."""
+    known = [one for one in differences if one is not None and one["p"] is not None]
+    for one, adjusted in zip(known, holm([one["p"] for one in known]), strict=True):
+        one["p_holm"] = adjusted
+
+
 def _rank(variant: Mapping[str, Any]) -> tuple[float, float]:
     success, under = (variant["final"][key] for key in ("success", "area"))
     return -success["mean"], -under["mean"] if under else 0.0
-
-
-def interval(values: Sequence[float], *, bounds: tuple[float, float] | None = None) -> dict[str, Any] | None:
-    """Return the mean of independent values with its 95 % interval by Student's t; None without values.
-
-    One value has no interval: ``low`` and ``high`` are None. ``bounds`` cut the interval off.
-    """
-    if not values:
-        return None
-    mean, low, high = fmean(values), None, None
-    if len(values) > 1:
-        half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        low, high = mean - half, mean + half
-        if bounds is not None:
-            low, high = max(bounds[0], low), min(bounds[1], high)
-    return {"mean": mean, "low": low, "high": high, "n": len(values)}
-
-
-def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, to four digits.
-
-    Above 20 degrees of freedom by the expansion in 1 / degrees (Abramowitz and Stegun, 26.7.5).
-    """
-    if degrees <= len(T_975):
-        return T_975[degrees - 1]
-    z = 1.959964
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / float(degrees) ** power for power, term in enumerate(terms, start=1))
 
 
 def area(points: Points, span: float) -> float | None:
@@ -199,21 +169,28 @@ def _variant(name: str, sweep: Sweep, runs: Sequence[dict[str, Any]], *, span: f
     for one in done:
         points = [(samples, value) for _, samples, value in one["curves"]["held_out_success"]]
         one["final"]["area"] = area(points, span)
-    shares = {"success": (0.0, 1.0), "greedy": (0.0, 1.0), "area": (0.0, 1.0), "reward": None}
     tasks = list(dict.fromkeys(task for one in done for task in one["final"]["tasks"]))
+    samples = next(run.config.eval.samples for run in sweep.runs if run.variant == name)
+    episodes = samples * max(1, len(tasks))
     return {
         "name": name,
         "changes": flat(sweep.config.changes[name]),
-        "final": {key: interval(_finals(done, key), bounds=bounds) for key, bounds in shares.items()},
+        "final": {
+            "reward": interval(_finals(done, "reward")),
+            **{
+                key: share_interval(_finals(done, key), episodes=episodes)
+                for key in ("success", "greedy", "area")
+            },
+        },
         "tasks": {
             task: {
-                key: interval(
+                key: share_interval(
                     [
                         value
                         for one in done
                         if (value := one["final"]["tasks"].get(task, {}).get(key)) is not None
                     ],
-                    bounds=(0.0, 1.0),
+                    episodes=samples,
                 )
                 for key in ("success", "greedy")
             }
@@ -224,8 +201,11 @@ def _variant(name: str, sweep: Sweep, runs: Sequence[dict[str, Any]], *, span: f
         "processor_s": _mean(one["processor_s"] for one in done),
         "curves": {
             curve: {
-                "steps": _band([[(x, y) for x, _, y in one["curves"][curve]] for one in done], curve),
-                "samples": _band([[(x, y) for _, x, y in one["curves"][curve]] for one in done], curve),
+                axis: _band(
+                    [[(point[i], point[2]) for point in one["curves"][curve]] for one in done],
+                    episodes=None if curve.endswith("reward") else episodes,
+                )
+                for i, axis in enumerate(("steps", "samples"))
             }
             for curve in CURVES
         },
@@ -233,8 +213,12 @@ def _variant(name: str, sweep: Sweep, runs: Sequence[dict[str, Any]], *, span: f
     }
 
 
-def _band(curves: Sequence[Points], name: str) -> list[list[float | None]]:
-    """Return rows (x, mean, low, high) over the part of the axis that all curves have."""
+def _band(curves: Sequence[Points], *, episodes: float | None) -> list[list[float | None]]:
+    """Return rows (x, mean, low, high) over the part of the axis that all curves have.
+
+    ``episodes`` is the number of episodes that a share is measured with, and None for rewards. The band has
+    no height where all runs agree.
+    """
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
@@ -242,11 +226,11 @@ def _band(curves: Sequence[Points], name: str) -> list[list[float | None]]:
     xs = sorted({x for curve in curves for x, _ in curve if first <= x <= last} | {first, last})
     if len(xs) > GRID:
         xs = list(np.linspace(first, last, GRID))
-    bounds = None if name.endswith("reward") else (0.0, 1.0)
     rows: list[list[float | None]] = []
     for x in xs:
         values = [_at(x, curve) for curve in curves]
-        found = interval(values, bounds=bounds) or {}
+        by_chance = episodes is not None and len(set(values)) > 1
+        found = (share_interval(values, episodes=episodes) if by_chance else interval(values)) or {}
         rows.append([_rounded(x), *(_rounded(found[key]) for key in ("mean", "low", "high"))])
     return rows
 
@@ -259,7 +243,9 @@ def _at(x: float, curve: Points) -> float:
 def _paired(
     runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], key: str
 ) -> dict[str, Any] | None:
-    """Return the mean difference to the baseline at equal seeds, its interval, and how often it is above.
+    """Return the mean difference to the baseline at equal seeds, its interval and p-value, and ``above``.
+
+    ``above`` counts the seeds with a positive difference.
 
     Only the tasks that both have are compared, as a run of one task differs from the mean over several by
     their difficulty too. Areas are those of all tasks, and differ by nothing else only where these are equal.
@@ -277,7 +263,7 @@ def _paired(
             if None not in values:
                 pairs.append(values[0] - values[1])
     found = interval(pairs)
-    return None if found is None else found | {"above": sum(pair > 0 for pair in pairs)}
+    return None if found is None else found | {"above": sum(pair > 0 for pair in pairs), "p": p_value(pairs)}
 
 
 def _finals(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:

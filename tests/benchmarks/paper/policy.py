@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny_models import make_model, make_tokenizer
 
 
-def write_policy(folder: Path) -> None:
-    """Write model and tokenizer into a folder, unless they are there."""
+def write_policy(folder: Path, *, seed: int = 0) -> None:
+    """Write the tokenizer and a model with random weights into a folder, unless they are there."""
     if (folder / "tokenizer_config.json").exists():
         return
     tokenizer = small_tokenizer()
-    make_model(seed=0, vocabulary=len(tokenizer)).save_pretrained(folder)
+    make_model(seed=seed, vocabulary=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

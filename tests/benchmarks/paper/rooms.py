@@ -24,7 +24,7 @@ from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
 from agentrl_train.sweep.plan import load_sweep
-from agentrl_train.sweep.results import interval
+from agentrl_train.sweep.statistics import share_interval
 from agentrl_train.training.sft import train_sft
 from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_model, new_tokenizer
@@ -131,7 +131,11 @@ def main() -> None:
         loaded = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
         for form, reader in (("alone", None), ("as a worker", sub_agent)):
             shares = [right_words(one, chat, reader) for one in loaded]
-            print(f"{name}, {form}:", *(f"{share:.2f}" for share in shares), interval(shares))
+            print(
+                f"{name}, {form}:",
+                *(f"{share:.2f}" for share in shares),
+                share_interval(shares, episodes=PAGES),
+            )
 
 
 def _conversations(

@@ -6,6 +6,9 @@ the action. A sample of a task is always the same problem: what differs is how r
 
 from __future__ import annotations
 
+from itertools import product
+from typing import ClassVar
+
 from agentrl_env import Done, Environment, Reply, ToolError, tool
 
 ACTIONS = 4
@@ -191,6 +194,39 @@ class Noisy(Choice):
     def score(self) -> dict[str, float]:
         """Return whether the episode has succeeded in truth."""
         return {"success": super().reward()}
+
+
+class Words(Choice):
+    """Two words of one or two letters; a message may be longer than its word, and its last letters count."""
+
+    max_turns = 2
+    words: ClassVar[dict[str, tuple[int, ...]]] = {"a": (1,), "T": (2, 3)}
+    """Sign that an opening repeats -> the letters to say."""
+
+    @classmethod
+    def samples(cls, split: str) -> list[dict[str, object]]:
+        """Return every pair of words equally often."""
+        return [{"signs": signs} for signs in product(cls.words, repeat=2)] * 32
+
+    def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+        self.signs = [str(sign) for sign in sample.data["signs"]]
+        self.found: list[bool] = []
+        self.turn = 0
+        return self.signs[0] * 24
+
+    def respond(self, text: str) -> str | Done:
+        """Take a word, and ask for the next."""
+        right = self.words[self.signs[self.turn]]
+        said = text[-len(right) :].rjust(len(right), "\0")
+        self.found += [ord(letter) % ACTIONS == code for letter, code in zip(said, right, strict=True)]
+        self.turn += 1
+        if self.turn < len(self.signs):
+            return self.signs[self.turn] * 24
+        return Done("", reward=sum(self.found) / len(self.found))
+
+    def score(self) -> dict[str, float]:
+        """Return whether all letters were right."""
+        return {"success": float(self.turn == len(self.signs) and all(self.found))}
 
 
 ROOMS = ("attic", "cellar", "garage", "hall", "kitchen", "study")

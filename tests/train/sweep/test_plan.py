@@ -52,6 +52,15 @@ def test_every_variant_has_a_run_for_every_seed(tmp_path: Path, monkeypatch: pyt
     assert sweep.baseline == "rloo"
 
 
+def test_settings_can_name_the_seed_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = GOOD.replace("[set]", f'[set]\nmodel.path = "{tmp_path}/policy-{{seed}}"')
+    for seed in (1, 2):
+        (tmp_path / f"policy-{seed}").mkdir()
+    sweep = load_sweep(write(tmp_path, text), cores=2)
+    assert [Path(run.config.model.path).name for run in sweep.runs] == ["policy-1"] * 3 + ["policy-2"] * 3
+
+
 @pytest.mark.parametrize(
     ("cores", "asked", "processes", "threads"),
     [(4, None, 4, 1), (16, None, 6, 2), (8, 2, 2, 4), (1, 3, 3, 1)],

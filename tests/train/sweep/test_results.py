@@ -14,7 +14,8 @@ import pytest
 from agentrl_train.storage.atomic_io import write_file
 from agentrl_train.sweep.page import figure, render
 from agentrl_train.sweep.plan import PlannedRun, Sweep, load_sweep
-from agentrl_train.sweep.results import area, interval, results, t_quantile
+from agentrl_train.sweep.results import area, results
+from agentrl_train.sweep.statistics import holm, interval, p_value, share_interval, t_quantile, t_tails
 from tests.browser import CHROMIUM, needs_chromium
 from tests.train.sweep.test_plan import write
 
@@ -90,10 +91,62 @@ def test_interval_of_a_mean_covers_it_in_95_of_100_experiments() -> None:
 
 def test_interval_of_one_value_has_no_ends_and_that_of_none_is_none() -> None:
     assert interval([0.5]) == {"mean": 0.5, "low": None, "high": None, "n": 1}
-    assert interval([]) is None
-    wide = interval([0.0, 1.0], bounds=(0.0, 1.0))
-    assert wide is not None
-    assert (wide["low"], wide["high"]) == (0.0, 1.0)
+    assert share_interval([0.5], episodes=64) == interval([0.5])
+    assert interval([]) is share_interval([], episodes=64) is None
+
+
+@pytest.mark.parametrize(("mean", "covered"), [(0.2, 0.92), (0.5, 0.92), (0.8, 0.92), (0.95, 0.86)])
+def test_interval_of_shares_covers_their_mean_and_stays_inside_the_scale(mean: float, covered: float) -> None:
+    """Runs differ, and each is measured with 64 episodes; Student's t covers 0.95 in 0.68 of such cases."""
+    draws = np.random.default_rng(0)
+    skill = draws.beta(3 * mean, 3 * (1 - mean), size=(1000, 5))
+    found = [share_interval(list(shares), episodes=64) for shares in draws.binomial(64, skill) / 64]
+    assert all(one and 0.0 <= one["low"] <= one["mean"] <= one["high"] <= 1.0 for one in found)
+    assert covered < np.mean([one["low"] <= mean <= one["high"] for one in found if one]) < 0.98
+
+
+def test_runs_that_agree_count_as_one_trial_each() -> None:
+    all_right = share_interval([1.0] * 5, episodes=64)
+    assert all_right is not None
+    assert (all_right["high"], all_right["low"]) == (1.0, pytest.approx(1 / (1 + 2.7764**2 / 5), abs=1e-4))
+    nearly = share_interval([1.0, 1.0, 1.0, 1.0, 0.98], episodes=64)
+    assert nearly is not None
+    assert 0.9 < nearly["low"] < nearly["high"] < 1.0
+    split = share_interval([0.0, 0.0, 0.0, 1.0, 1.0], episodes=64)
+    assert split is not None
+    assert 0.0 < split["low"] < 0.1
+    assert 0.8 < split["high"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("t", "degrees", "p"), [(12.7062, 1, 0.05), (4.6041, 4, 0.01), (3.2498, 9, 0.01), (0.7, 9, 0.5016)]
+)
+def test_p_values_are_those_of_students_t(t: float, degrees: int, p: float) -> None:
+    assert t_tails(t, degrees) == t_tails(-t, degrees) == pytest.approx(p, abs=1e-4)
+
+
+def test_p_value_agrees_with_the_interval_of_a_difference() -> None:
+    differences = [0.1, 0.3, 0.2, 0.05, 0.4]
+    found, p = interval(differences), p_value(differences)
+    assert found is not None
+    assert p is not None
+    assert (found["low"] > 0) == (p < 0.05)
+    assert p_value([0.2]) is None
+    assert p_value([0.0, 0.0]) == 1.0
+
+
+def test_holm_adjusts_for_the_number_of_comparisons_and_keeps_their_order() -> None:
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_area_of_every_variant_is_tested_against_the_baseline(found: dict[str, Any]) -> None:
+    by_name = {one["name"]: one["difference"]["area"] for one in found["variants"]}
+    assert by_name["rloo"]["p"] < by_name["rloo"]["p_holm"] < 0.05
+    assert "p_holm" not in by_name["grpo"]
+    assert by_name["dead"] is None
+    assert f", p {by_name['rloo']['p_holm']:.2g}" in render(found)
 
 
 def test_area_is_the_mean_height_up_to_the_span() -> None:
