@@ -17,6 +17,8 @@ INTERVAL_WIDTH, INTERVAL_HEIGHT, INTERVAL_MARGIN = 270, 34, 18
 BAR_WIDTH = 120
 MAX_POINTS = 240
 """Maximum number of points of a line; more are averaged, so that the page stays small."""
+MAX_TARGETS = 80
+"""Maximum number of places of a line that show their value to the pointer; closer ones would overlap."""
 NUM_COLOURS = 8
 
 
@@ -254,10 +256,16 @@ def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str
     parts += [
         f'<circle class="hover" cx="{frame.x(x)}" cy="{frame.y(y)}" r="5"><title>'
         f"{escape(f'{one.name}, {x_name} {x:g}: {label(y)}')}</title></circle>"
-        for x, y in shown
+        for x, y in _targets(shown)
     ]
     kind = " dashed" if one.dashed else ""
     return f'<g class="c{one.colour % NUM_COLOURS}{kind}">{"".join(parts)}</g>'
+
+
+def _targets(points: Sequence[Point]) -> Sequence[Point]:
+    """Return evenly spaced points of a line, the last included."""
+    step = max(1, math.ceil(len(points) / MAX_TARGETS))
+    return points[(len(points) - 1) % step :: step]
 
 
 def _band(one: Series, frame: _Frame) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
@@ -30,6 +32,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+COMPRESSED_BYTES = 2000
+"""Shorter answers are sent as they are."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -64,7 +68,8 @@ def create_app(folders: Sequence[Path], *, token: str | None = None) -> Starlett
         "/watch.js": (lambda: (HERE / "watch.js").read_text(encoding="utf-8"), "text/javascript"),
     }
     routes = [Route(path, _file(*file)) for path, file in files.items()]
-    return Starlette(routes=[*routes, Mount("/data", app=data)])
+    compressed = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)
+    return Starlette(routes=[*routes, Mount("/data", app=data)], middleware=[compressed])
 
 
 def _file(read: Callable[[], str], kind: str) -> Callable[[Request], Response]:
@@ -74,7 +79,7 @@ def _file(read: Callable[[], str], kind: str) -> Callable[[Request], Response]:
 def _answer(request: Request, text: str, kind: str = "text/html") -> Response:
     """Return a text, or 304 if the client has it already."""
     body = text.encode("utf-8", errors="replace")
-    headers = HEADERS | {"etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"'}
+    headers = HEADERS | {"etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"'}
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)
     return Response(body, headers=headers, media_type=kind)
@@ -87,6 +92,7 @@ class _Parts:
         self.runs = runs
         self._vocabularies = [Vocabulary(run.folder) for run in runs]
         self._curves: tuple[Any, str] = (None, "")
+        self._numbers: tuple[Any, list[str]] = (None, [])
         self.answers: Mapping[str, Callable[[Request], Response]] = {
             "about": self._about,
             "overview": self._overview,
@@ -107,7 +113,10 @@ class _Parts:
 
     def _overview(self, request: Request) -> Response:
         self._refresh()
-        return _answer(request, page.overview(self.runs))
+        version = [run.version for run in self.runs]
+        if self._numbers[0] != version:
+            self._numbers = version, [page.numbers(run) for run in self.runs]
+        return _answer(request, page.overview(self.runs, self._numbers[1]))
 
     def _curve_section(self, request: Request) -> Response:
         self._refresh()

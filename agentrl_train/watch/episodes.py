@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,10 @@ class EpisodeIndex:
     def __init__(self, folder: Path) -> None:
         self.pending = 0
         """Files that are not read yet."""
+        self.waiting = 0
+        """Finished groups that are not trained yet."""
+        self.tasks: list[str] = []
+        """The tasks of all episodes."""
         self._folder = folder
         self._stamps: dict[str, tuple[int, int]] = {}
         self._recorded: dict[str, list[Entry]] = {}
@@ -113,11 +118,6 @@ class EpisodeIndex:
         self._sorted: list[Entry] = []
         self._trained: Mapping[int, int] = {}
         self._steps = 0
-
-    @property
-    def tasks(self) -> list[str]:
-        """Return the tasks of all episodes."""
-        return sorted({one.task for one in self._sorted})
 
     def refresh(self, *, trained: Mapping[int, int], steps: int) -> None:
         """Read files that are new or changed.
@@ -131,10 +131,12 @@ class EpisodeIndex:
         if changed or (trained, steps) != (self._trained, self._steps):
             self._trained, self._steps = trained, steps
             self._sorted = self._newest_first()
+            self.tasks = sorted({one.task for one in self._sorted})
 
     def select(self, chosen: Filter) -> list[Entry]:
         """Return the episodes of a selection in its order."""
-        found = [one for one in self._sorted if chosen.takes(one)]
+        whole = replace(chosen, order="newest") == Filter()
+        found = self._sorted if whole else [one for one in self._sorted if chosen.takes(one)]
         if chosen.order != "newest":
             sign = -1.0 if chosen.order == "highest" else 1.0
             found = [one for one in found if one.reward is not None and not one.failed]
@@ -205,28 +207,44 @@ class EpisodeIndex:
         return changed
 
     def _newest_first(self) -> list[Entry]:
-        found: dict[Any, Entry] = {}
-        for entries in self._recorded.values():
-            for one in entries:
-                if one.held_out or (one.step or 0) <= self._steps:
-                    key = one.key if one.group is None or one.sibling is None else (one.group, one.sibling)
-                    found.setdefault(key, one)
+        """Return waiting groups first, then steps from the last to the first."""
+        by_step: dict[float, list[Entry]] = {}
+        recorded: dict[int, str] = {}
+        for name, entries in self._recorded.items():
+            step = _step_of(name)
+            if step is None:
+                for one in entries:
+                    by_step.setdefault(one.step or 0, []).append(one)
+            elif step <= self._steps and step not in recorded:
+                recorded[step] = name
+                by_step.setdefault(step, []).extend(entries)
         for entries in self._finished.values():
+            known: dict[int, set[tuple[int | None, int | None]]] = {}
             for one in entries:
                 step = None if one.group is None else self._trained.get(one.group)
-                found.setdefault((one.group, one.sibling), replace(one, step=step))
-        return sorted(found.values(), key=_age)
+                if step in recorded:
+                    if step not in known:
+                        known[step] = {(a.group, a.sibling) for a in self._recorded[recorded[step]]}
+                    if (one.group, one.sibling) in known[step]:
+                        continue
+                by_step.setdefault(math.inf if step is None else step, []).append(replace(one, step=step))
+        self.waiting = len({one.group for one in by_step.get(math.inf, ())})
+        return [one for step in sorted(by_step, reverse=True) for one in sorted(by_step[step], key=_age)]
 
 
-def _age(one: Entry) -> tuple[float, int, float]:
-    """Return the sort key of the list: waiting groups first, then steps from the last to the first."""
-    step = math.inf if one.step is None else one.step
-    return -step, 0 if one.held_out else 1, -(one.group or 0)
+def _age(one: Entry) -> tuple[int, int]:
+    """Return the sort key of the episodes of one step: evaluations first, then the newest group."""
+    return 0 if one.held_out else 1, -(one.group or 0)
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step in the name of a file in ``trajectories/``; None for an evaluation."""
+    match = _FILE.fullmatch(name)
+    return int(match[3]) if match is not None and match[2] else None
 
 
 def _entries(name: str, lines: Sequence[bytes]) -> Iterator[Entry]:
-    match = _FILE.fullmatch(name)
-    step = int(match[3]) if match is not None and match[2] else None
+    step = _step_of(name)
     for number_, line in enumerate(lines):
         try:
             episode = json.loads(line)
@@ -248,12 +266,12 @@ def _evaluated(name: str, episode: Mapping[str, Any]) -> int:
 def _entry(key: Key, episode: Mapping[str, Any], *, step: int | None) -> Entry:
     return Entry(
         key=key,
-        task=str(episode.get("task")),
-        split=str(episode.get("split")),
+        task=sys.intern(str(episode.get("task"))),
+        split=sys.intern(str(episode.get("split"))),
         sample=str(episode.get("index")),
         reward=number(episode.get("reward")),
         success=bool(episode.get("success")),
-        end=str(episode.get("end")),
+        end=sys.intern(str(episode.get("end"))),
         turns=sum(_is_turn(one) for one in episode.get("messages") or ()),
         seconds=number(episode.get("seconds")),
         group=_whole(episode.get("group_id")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from urllib.parse import urlencode
 
@@ -20,37 +21,48 @@ COLOURINGS = (("probability", "probability"), ("advantage", "advantage"), ("vers
 """Value and label of the choices of what colours the tokens."""
 
 
-def overview(runs: Sequence[WatchedRun]) -> str:
-    """Return state and main numbers of each run, and the tables of its evaluations."""
-    return "\n".join(_overview(run) for run in runs)
+def overview(runs: Sequence[WatchedRun], numbers: Sequence[str]) -> str:
+    """Return state and main numbers of each run, and the tables of its evaluations.
+
+    Args:
+        runs: the runs.
+        numbers: the result of ``numbers`` for each run.
+    """
+    return "\n".join(_header(run) + of_run for run, of_run in zip(runs, numbers, strict=True))
 
 
-def _overview(run: WatchedRun) -> str:
+def _header(run: WatchedRun) -> str:
     state, planned = run.state(), run.planned_steps
-    facts = [f"step {run.step}" + (f" of {planned}" if planned else "")]
+    facts = [f"step {run.step:,}" + (f" of {planned:,}" if planned else "")]
     if run.record.steps and (version := run.record.steps[-1].get("policy_version")) is not None:
         facts.append(f"policy version {version}")
-    waiting = {one.group for one in run.episodes.select(Filter(kind="waiting"))}
-    if waiting and state.badge == "running":
-        facts.append(f"{len(waiting)} finished groups wait to be trained")
+    if run.episodes.waiting and state.badge == "running":
+        facts.append(f"{run.episodes.waiting:,} finished groups wait to be trained")
     note = f'<p class="dim">{escape(state.note)}</p>' if state.note else ""
-    numbers = "".join(tiles(run.record))
     return (
         f'<header><div class="line"><h1>{escape(run.name)}</h1>{badge(state.badge, state.kind)}</div>'
         f'<div class="dim">{escape(" · ".join(facts))}</div>{note}</header>'
-        + (f'<div class="tiles">{numbers}</div>' if numbers else "")
-        + results(run.record)
-        + task_metrics(run.record)
     )
+
+
+def numbers(run: WatchedRun) -> str:
+    """Return the main numbers of a run and the tables of its evaluations. Only its records change them."""
+    cards = "".join(tiles(run.record))
+    shown = f'<div class="tiles">{cards}</div>' if cards else ""
+    return shown + results(run.record) + task_metrics(run.record)
 
 
 def curve_section(runs: Sequence[WatchedRun]) -> str:
     """Return the charts; of two runs in the same charts, the second dashed."""
     tasks = list(dict.fromkeys(task for run in runs for task in run.tasks))
-    charts = curves([source(run.record) for run in runs], tasks=tasks)
+    charts = curves([replace(source(run.record), steps=run.thinned.means()) for run in runs], tasks=tasks)
     if not charts:
         return '<p class="dim">No step is trained yet.</p>'
+    sizes = [run.thinned.size for run in runs]
     note = "Moving averages over training steps; single steps are faint."
+    if max(sizes) > 1:
+        each = " and ".join(f"{size:,}" for size in dict.fromkeys(sizes))
+        note = f"Each point is the mean of {each} steps. Lines are moving averages; single points are faint."
     if len(runs) > 1:
         note = f"{note} Solid: {runs[0].name}. Dashed: {runs[1].name}."
     return f'{section_head("curves", "Curves", note)}<div class="charts">{charts}</div>{_uses(runs)}'
@@ -74,7 +86,7 @@ def episode_list(run: WatchedRun, number: int, chosen: Filter, page: int) -> str
     rows = "".join(_row(one, number) for one in found[page * PAGE : (page + 1) * PAGE])
     facts = [f"{len(found):,} episode{'' if len(found) == 1 else 's'}"]
     if last:
-        facts.append(f"page {page + 1} of {last + 1}")
+        facts.append(f"page {page + 1:,} of {last + 1:,}")
     if run.episodes.pending:
         facts.append(f"reading {run.episodes.pending:,} more files")
     return (

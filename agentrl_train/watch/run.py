@@ -18,6 +18,7 @@ from agentrl_train.report.curves import number, task_values
 from agentrl_train.report.page import RunRecord, check_run_folder
 from agentrl_train.telemetry.metrics import parse_jsonl
 from agentrl_train.watch.episodes import EpisodeIndex
+from agentrl_train.watch.thinning import ThinnedSteps
 
 Record = Mapping[str, Any]
 
@@ -117,7 +118,10 @@ class WatchedRun:
         self.record = RunRecord(
             name=self.name, steps=(), evaluations=(), summary=None, config="", episodes={}
         )
+        self.thinned = ThinnedSteps()
+        """The steps of ``record`` as points of curves."""
         self.episodes = EpisodeIndex(folder)
+        self._trained: Mapping[int, int] = {}
         self._metrics = GrowingFile(folder / "metrics.jsonl")
         self._evaluations = GrowingFile(folder / "evaluations.jsonl")
         self._lock = threading.Lock()
@@ -142,9 +146,12 @@ class WatchedRun:
                     config=config,
                     episodes={},
                 )
+                self.thinned.update(self.record.steps)
+                self._trained = {
+                    group: int(one["step"]) for one in self.record.steps for group in _groups(one)
+                }
                 self.version += 1
-            trained = {group: int(one["step"]) for one in self.record.steps for group in _groups(one)}
-            self.episodes.refresh(trained=trained, steps=self.step)
+            self.episodes.refresh(trained=self._trained, steps=self.step)
             self._read_at = time.monotonic()
 
     @property

@@ -14,8 +14,10 @@ from starlette.testclient import TestClient
 
 from agentrl_train.batch import sequences
 from agentrl_train.errors import RunFolderError
+from agentrl_train.report.curves import CURVES
 from agentrl_train.storage.journal import Journal
-from agentrl_train.telemetry.metrics import MetricsLog
+from agentrl_train.telemetry.metrics import MetricsLog, readable
+from agentrl_train.watch import episodes
 from agentrl_train.watch import run as watched
 from agentrl_train.watch.app import create_app
 from agentrl_train.watch.run import GrowingFile
@@ -172,3 +174,47 @@ def test_compressed_files_are_read(tmp_path: Path, client: Callable[..., TestCli
     assert "2 episodes" in page.get("/data/episodes").text
     shutil.rmtree(tmp_path / "trajectories")
     assert "0 episodes" in page.get("/data/episodes").text
+
+
+LONG = 10_000
+KB = 1000
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 10,000 steps on three tasks, with 100 episodes in each of the last 1,000."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "config.toml").write_text(f"[run]\nsteps = {LONG}\n")
+    names = [name for curve in CURVES for name in curve.names]
+    values = {name: 0.123456 for name in [*names, "tokens_of_age_0", "tokens_of_age_1"]}
+    tasks = {task: values for task in ("shop", "sql", "household")}
+    lines = (json.dumps({**values, "step": step, "tasks": tasks}) for step in range(1, LONG + 1))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    group = make_group(0, "shop")
+    episode = json.dumps(readable(group.trajectories[0], group) | {"messages": []}) + "\n"
+    (folder / "trajectories").mkdir()
+    for step in range(LONG - 999, LONG + 1):
+        (folder / "trajectories" / f"step_{step:06d}.jsonl").write_text(episode * 100)
+    return folder
+
+
+def test_answers_stay_small_at_10_000_steps_and_100_000_episodes(
+    long_run: Path, client: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(episodes, "BUDGET_S", float("inf"))
+    page = client(long_run)
+    answers = {name: page.get(f"/data/{name}") for name in ("about", "overview", "curves", "episodes")}
+    assert "step 10,000 of 10,000" in answers["overview"].text
+    assert "100,000 episodes · page 1 of 5,000" in answers["episodes"].text
+    assert "Each point is the mean of 64 steps" in answers["curves"].text
+    sizes = {name: len(answer.content) for name, answer in answers.items()}
+    assert sizes["curves"] < 1000 * KB
+    assert all(size < 30 * KB for name, size in sizes.items() if name != "curves")
+    with page.stream("GET", "/data/curves", headers={"accept-encoding": "gzip"}) as compressed:
+        assert sum(map(len, compressed.iter_raw())) < 150 * KB
+    last = page.get("/data/episodes?page=4999")
+    assert "page 5,000 of 5,000" in last.text
+    assert len(last.content) < 30 * KB
+    tag = answers["curves"].headers["etag"]
+    again = page.get("/data/curves", headers={"if-none-match": tag})
+    assert (again.status_code, again.content) == (304, b"")
