@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import fmean
@@ -65,3 +66,23 @@ def test_notebooks_run_from_top_to_bottom(
     content = nbformat.read(EXAMPLES / f"notebooks/{notebook}.ipynb", as_version=4)
     NotebookClient(content, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     assert shown in str([cell.get("outputs") for cell in content.cells])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_notebook_compares_two_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart").symlink_to(EXAMPLES / "quickstart")
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(EXAMPLES / "notebooks/compare.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(folder)}}).execute()
+    results = json.loads((folder / "runs/comparison/results.json").read_text())
+    assert (results["planned"], results["finished"]) == (6, 6)
+    assert {one["name"]: len(one["runs"]) for one in results["variants"]} == {"grpo": 3, "rloo": 3}
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    charts = [output.data["image/svg+xml"] for output in outputs if "image/svg+xml" in output.get("data", {})]
+    assert [chart.count('class="band"') for chart in charts] == [2, 2]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert "difference to grpo" in printed
