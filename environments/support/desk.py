@@ -17,6 +17,9 @@ from .tools import DeskTools, call_key
 ENDPOINT = Endpoint.from_variables("SUPPORT_USER")
 """The endpoint of the model that plays the customers; None for customers with rules."""
 
+TRANSFERS = 0.3
+"""Share of the slips of a noisy expert that are transfers."""
+
 
 class Desk(DeskTools, Environment):
     """Answer a customer: ask for details, look up and change records, keep to the policy."""
@@ -26,6 +29,8 @@ class Desk(DeskTools, Environment):
     blocking = False
     tool_timeout = 300.0 if ENDPOINT else 30.0
     reset_timeout = 300.0 if ENDPOINT else 60.0
+    expert_noise = 0.0
+    """Share of the expert's moves that settle nothing: a transfer, or the claim that all has been done."""
     policy: ClassVar[str]
     """The rules of the desk, which the agent reads first."""
     problem: ClassVar[type[Problem]]
@@ -80,6 +85,8 @@ class Desk(DeskTools, Environment):
 
     def expert(self, rng):
         """Ask for what is missing, call the tools, say what was done."""
+        if rng.random() < self.expert_noise:
+            return self._slip(rng)
         told = self.dialogue.told
         for request in self._problem().requests:
             for step in request.steps:
@@ -88,6 +95,12 @@ class Desk(DeskTools, Environment):
                 if step.kind != "call" and step.text not in told:
                     return step.text
         return "Is there anything else?"
+
+    def _slip(self, rng):
+        """Return the move of a careless clerk, which settles nothing."""
+        if rng.random() < TRANSFERS:
+            return ToolCall.of("transfer_to_colleague", summary="A customer has a request.")
+        return "It has been done."
 
     def _dialogue(self, lines=()):
         user = make_customer(self._problem(), ENDPOINT, seed=self.seed, desk=self)

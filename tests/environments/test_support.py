@@ -141,3 +141,22 @@ async def test_model_can_play_the_customer(client, monkeypatch):
     assert "Only if you are asked" in server.requests[0]["messages"][0]["content"]
     assert (result.terminated, result.reward) == (True, 0.0)
     assert result.metrics["user_requests"] == 2
+
+
+@every_desk
+async def test_slips_of_a_noisy_expert_fail_its_episodes(task):
+    clumsy = type(DESKS[task].__name__, (DESKS[task],), {"name": task, "expert_noise": 1.0})
+    async with EnvClient.local(clumsy) as client:
+        for index in range(5):
+            assert (await play(await client.open(task, split="test", index=index))).reward == 0.0
+
+
+async def test_expert_solves_the_simple_requests_of_the_example():
+    example = load_target(f"{FOLDER.parents[1] / 'examples/users/desk.py'}:Desk")
+    kinds = set()
+    async with EnvClient.local(example) as client:
+        for index in range(20):
+            session = await client.open("desk", split="test", index=index)
+            kinds |= {wish["kind"] for wish in session.sample.data["requests"]}
+            assert (await play(session)).reward == 1.0
+    assert kinds == {"cancel", "address", "shipped"}
