@@ -1,8 +1,8 @@
 """SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
 
 Level 1 asks for one number by name without naming the department's database, which is usually the one that
-suits the thing. Level 2 asks for counts, sums and extremes under conditions. Level 3 joins orders with
-goods.
+suits the thing. A question is asked about several stores, each with its own databases. Level 2 asks for
+counts, sums and extremes under conditions. Level 3 joins orders with goods.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ ORDER = 0.9
 HABIT, HUNCH = 0.3, 0.2
 """Probabilities that a noisy expert opens the first database, and the one that suits; else it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
+STORES = 5
+"""Stores that a question of level 1 is asked about, each with databases of its own."""
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
 CREATE TABLE orders (customer TEXT, thing TEXT, amount INTEGER);"""
@@ -56,13 +58,14 @@ def _problems(level: int, split: str) -> list[dict[str, object]]:
 
 
 def _searches(split: str) -> list[dict[str, object]]:
-    """List the problems of level 1."""
+    """List the problems of level 1: all questions about the first store, then those about the next."""
     fields = {"colour": COLOURS, "thing": ASKED, "column": COLUMNS}
-    return [
-        {"level": 1, **{name: word for name, (_, word) in zip(fields, choice, strict=True)}}
+    asked = [
+        {name: word for name, (_, word) in zip(fields, choice, strict=True)}
         for choice in product(*(enumerate(words) for words in fields.values()))
         if (sum(i for i, _ in choice) % 4 == 0) == (split == "test")
     ]
+    return [{"level": 1, **words, "store": number + 1} for number in range(STORES) for words in asked]
 
 
 class Sql(Environment):
@@ -85,6 +88,8 @@ class Sql(Environment):
         goods = {department: list(things) for department, things in GOODS.items()}
         self.searching = data["level"] == 1
         if self.searching:
+            if (store := data.get("store", 1)) > 1:
+                rng = rng.spawn(store - 1)[-1]  # with equal seeds, another store has other databases
             thing, column = f"{data['colour']} {data['thing']}", data["column"]
             self.usual = _department(data["thing"])
             self.department = _file(data["thing"], goods, rng, name=thing)

@@ -77,13 +77,28 @@ def test_first_200_held_out_samples_of_level_1_are_distinct_problems(task):
     assert len(set(held_out[:200])) == 200
 
 
+@every_level
+def test_sql_has_a_thousand_different_problems_in_each_split(level):
+    for split in ("train", "test"):
+        assert len({json.dumps(problem) for problem in TASKS["sql"].samples(split + level)}) >= 1000
+
+
+async def test_stores_of_sql_have_their_own_databases_and_answers():
+    transcripts = {}
+    async with EnvClient.local(TASKS["sql"]) as client:
+        for index in (0, 224, 448):
+            played, reward, _ = await play_by_expert(client, "sql", split="test", index=index, seed=5)
+            assert reward == 1.0
+            transcripts[played[0].content] = transcripts.get(played[0].content, set()) | {str(played)}
+    (stores,) = transcripts.values()
+    assert len(stores) == 3
+
+
 @pytest.mark.parametrize("level", ["-2", "-3"])
-def test_sql_asks_a_thousand_different_questions_of_many_forms_at_higher_levels(level):
+def test_sql_asks_questions_of_many_forms_at_higher_levels(level):
     task = TASKS["sql"]
     for split in ("train", "test"):
-        samples = task.samples(split + level)
-        assert len({json.dumps(problem) for problem in samples}) >= 1000
-        assert len({problem["ask"] for problem in samples}) >= 7
+        assert len({problem["ask"] for problem in task.samples(split + level)}) >= 7
     with (
         task.session(split="test" + level, index=0) as first,
         task.session(split="test" + level, index=7) as other,
