@@ -23,8 +23,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "functions": ([],),
-    "function_call": (),
     "modalities": (["text"],),
     "prediction": (),
     "add_generation_prompt": (True,),
@@ -89,20 +87,27 @@ class _Call(BaseModel):
 
 
 class _ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     name: str | None = None
 
-    def message(self) -> Message:
-        """Return the message with its content as text."""
+    def message(self, legacy_id: str) -> Message:
+        """Return the message with its content as text.
+
+        Args:
+            legacy_id: id for a ``function_call``, and for its result of role "function". They have none.
+        """
         calls = [ToolCall(id=call.id, function=call.function) for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append(ToolCall(id=legacy_id, function=self.function_call))
         return Message(
-            role=self.role,
+            role="tool" if self.role == "function" else self.role,
             content=text_of(self.content),
             tool_calls=tuple(calls) or None,
-            tool_call_id=self.tool_call_id,
+            tool_call_id=legacy_id if self.role == "function" else self.tool_call_id,
             name=self.name,
         )
 
@@ -138,6 +143,8 @@ class ChatRequest(SamplingFields):
     model: str = "policy"
     messages: list[_ChatMessage] = Field(min_length=1)
     tools: list[_Tool] | None = None
+    functions: list[Function] | None = None
+    function_call: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
@@ -153,16 +160,49 @@ class ChatRequest(SamplingFields):
     @property
     def constraint(self) -> Constraint:
         """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        name, choice = "tool_choice", self.tool_choice
+        if self.legacy:
+            name, choice = "function_call", self.function_call
+            if isinstance(choice, Mapping):
+                choice = {"type": "function", **choice}
         return Constraint(
-            **chosen(self.tool_choice, self.specs),
+            **chosen(choice, self.specs, param=name),
+            choice_parameter=name,
             schema=schema_of(self.response_format, param="response_format"),
-            parallel=self.parallel_tool_calls is not False,
+            parallel=self.parallel_tool_calls is not False and not self.legacy,
         )
+
+    @property
+    def legacy(self) -> bool:
+        """True if the tools are ``functions``, whose calls are answered as ``function_call``."""
+        return bool(self.functions)
+
+    def check(self) -> None:
+        """Raise ``InvalidRequest`` for tools of both shapes."""
+        other = ("tools", "tool_choice") if self.legacy else ("function_call",)
+        for name in other:
+            if getattr(self, name) not in (None, [], "auto", "none"):
+                raise InvalidRequest(
+                    f"{name} is not supported {'with' if self.legacy else 'without'} functions: use "
+                    "functions and function_call, or tools and tool_choice",
+                    param=name,
+                )
 
     @property
     def specs(self) -> list[ToolSpec]:
         """Return the tools."""
-        return [tool.function.spec() for tool in self.tools or ()]
+        functions = self.functions or [tool.function for tool in self.tools or ()]
+        return [function.spec() for function in functions]
+
+    @property
+    def conversation(self) -> list[Message]:
+        """Return the messages. Legacy calls get ids, which their results refer to."""
+        found, calls = [], 0
+        for one in self.messages:
+            calls += one.function_call is not None
+            # Mistral's templates need ids of nine letters and digits.
+            found.append(one.message(legacy_id=f"call{calls:05}"))
+        return found
 
     @property
     def limit(self) -> int | None:
@@ -249,10 +289,10 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
-def finish_reason(call: Call, *, cut: bool) -> str:
+def finish_reason(call: Call, *, cut: bool, legacy: bool = False) -> str:
     """Return the reason for which an answer ended, in the words of the API."""
     if call.message.tool_calls:
-        return "tool_calls"
+        return "function_call" if legacy else "tool_calls"
     return "length" if cut else "stop"
 
 
@@ -261,6 +301,12 @@ def usage(calls: Sequence[Call]) -> dict[str, int]:
     prompt = len(calls[0].context)
     sampled = sum(len(call.completion.token_ids) for call in calls if call.completion)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _legacy_call(call: Call) -> dict[str, str]:
+    """Return the call of an answer in the legacy shape, which has room for the first one alone."""
+    assert call.message.tool_calls is not None
+    return call.message.tool_calls[0].function.model_dump()
 
 
 class ChatAnswer:
@@ -291,11 +337,13 @@ class ChatAnswer:
 
     def _choice(self, index: int, call: Call) -> dict[str, Any]:
         message: dict[str, Any] = call.message.wire() | {"refusal": None}
+        if self._request.legacy and message.pop("tool_calls", None):
+            message["function_call"] = _legacy_call(call)
         if not call.message.tool_calls:  # null is for calls alone, and programs read the text
             message["content"] = call.message.content or ""
         if call.thought is not None:
             message["reasoning_content"] = call.thought
-        reason = finish_reason(call, cut=call.cut)
+        reason = finish_reason(call, cut=call.cut, legacy=self._request.legacy)
         return {"index": index, "message": message, **self._tokens(call), "finish_reason": reason}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
@@ -313,9 +361,13 @@ class ChatAnswer:
             yield self._chunk(index, {"reasoning_content": call.thought})
         if message.content:
             yield self._chunk(index, {"content": message.content})
-        for number, one in enumerate(message.tool_calls or ()):
-            yield self._chunk(index, {"tool_calls": [{"index": number, **one.model_dump()}]})
-        last = self._chunk(index, {}, reason=finish_reason(call, cut=call.cut))
+        if self._request.legacy and message.tool_calls:
+            yield self._chunk(index, {"function_call": _legacy_call(call)})
+        else:
+            for number, one in enumerate(message.tool_calls or ()):
+                yield self._chunk(index, {"tool_calls": [{"index": number, **one.model_dump()}]})
+        reason = finish_reason(call, cut=call.cut, legacy=self._request.legacy)
+        last = self._chunk(index, {}, reason=reason)
         last["choices"][0] |= self._tokens(call)
         if self._request.return_token_ids:
             last["prompt_token_ids"] = list(call.context)

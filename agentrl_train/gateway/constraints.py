@@ -66,7 +66,7 @@ def constraints_of(chat: ChatFormat) -> Constraints:
 
 def unsupported(constraint: Constraint, reason: str) -> InvalidRequest:
     """Return the error for a constraint that cannot be kept."""
-    name = "tool_choice" if constraint.schema is None else constraint.schema_parameter
+    name = constraint.choice_parameter if constraint.schema is None else constraint.schema_parameter
     return InvalidRequest(
         f"{name} cannot be kept by constrained decoding: {reason}; simplify the schema, or {ignoring(name)}",
         param=name,

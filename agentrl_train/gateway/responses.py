@@ -23,7 +23,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Parameters that would change the answer, and that no engine has: the values that change nothing."""
-HARMLESS = chat_completions.HARMLESS | {"include", "max_tool_calls", "reasoning", "stream_options"}
+HARMLESS = chat_completions.HARMLESS | {
+    *("client_metadata", "include", "max_tool_calls", "reasoning", "stream_options")
+}
 """Parameters that are not read."""
 
 
@@ -58,7 +60,28 @@ class ResponseRequest(SamplingFields):
     @property
     def specs(self) -> list[ToolSpec]:
         """Return the tools. Raises ``InvalidRequest`` for one that is no function."""
-        return [_tool(tool, number) for number, tool in enumerate(self.tools or ())]
+        return [tool.spec() for tool, _ in self._functions]
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Return the functions of namespaces: their names for the policy -> namespace, name in it."""
+        return {tool.name: origin for tool, origin in self._functions if origin}
+
+    @property
+    def _functions(self) -> list[tuple[Function, tuple[str, str] | None]]:
+        """Return the functions, those of a namespace with their origin: the namespace, their name in it."""
+        found: list[tuple[Function, tuple[str, str] | None]] = []
+        for number, tool in enumerate(self.tools or ()):
+            found += _functions(tool, within=f"tools.{number}")
+        names = [tool.name for tool, _ in found]
+        for tool, origin in found:
+            if origin and names.count(tool.name) > 1:
+                raise InvalidRequest(
+                    f"{origin[1]!r:.100} of the namespace {origin[0]!r:.100} is {tool.name!r:.200} for the "
+                    "policy, and another tool has this name: rename one",
+                    param="tools",
+                )
+        return found
 
     def messages(self, earlier: Sequence[Message] = ()) -> list[Message]:
         """Return the conversation as chat messages: instructions, earlier messages and the input."""
@@ -73,16 +96,51 @@ FIELDS = chat_completions.Fields(read=ResponseRequest.model_fields, unread=HARML
 class _CallItem(BaseModel):
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = ""
 
+    def call(self) -> ToolCall:
+        """Return the call, as the policy wrote it."""
+        name = self.name if self.namespace is None else _joined(self.namespace, self.name)
+        return ToolCall(id=self.call_id, function=FunctionCall(name=name, arguments=self.arguments))
 
-def _tool(tool: dict[str, Any], number: int) -> ToolSpec:
-    if tool.get("type") != "function":
-        raise InvalidRequest(
-            f"a tool of type {tool.get('type')!r} is not supported: the policy calls functions only",
-            param="tools",
-        )
-    return validated(Function, tool, within=f"tools.{number}").spec()
+
+class _Namespace(BaseModel):
+    name: str
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+def _joined(namespace: str, name: str) -> str:
+    """Return the name that a function of a namespace has for the policy, which knows functions only."""
+    return f"{namespace}__{name}"
+
+
+def _functions(tool: dict[str, Any], *, within: str) -> Iterator[tuple[Function, tuple[str, str] | None]]:
+    """Yield the function that a tool is, or those of a namespace with their origin.
+
+    The description of a namespace opens the descriptions of its functions.
+    """
+    if tool.get("type") == "function":
+        yield validated(Function, tool, within=within), None
+    elif tool.get("type") == "namespace":
+        space = validated(_Namespace, tool, within=within)
+        for number, one in enumerate(space.tools):
+            if one.get("type") != "function":
+                raise _no_function(one)
+            function = validated(Function, one, within=f"{within}.tools.{number}")
+            text = "\n".join(filter(None, (space.description, function.description)))
+            named = {"name": _joined(space.name, function.name), "description": text}
+            yield function.model_copy(update=named), (space.name, function.name)
+    else:
+        raise _no_function(tool)
+
+
+def _no_function(tool: dict[str, Any]) -> InvalidRequest:
+    return InvalidRequest(
+        f"a tool of type {tool.get('type')!r} is not supported: the policy calls functions only",
+        param="tools",
+    )
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
@@ -99,8 +157,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             open_turn = False
             continue
         if kind == "function_call":
-            one = validated(_CallItem, item, within=f"input.{number}")
-            call = ToolCall(id=one.call_id, function=FunctionCall(name=one.name, arguments=one.arguments))
+            call = validated(_CallItem, item, within=f"input.{number}").call()
             before = found.pop() if open_turn else Message.assistant()
             found.append(Message.assistant(before.content, *(before.tool_calls or ()), call))  # type: ignore[arg-type]
             open_turn = True
@@ -222,17 +279,19 @@ class ResponseAnswer:
                     "content": [part],
                 }
             )
+        namespaces = self._request.namespaces
         for number, one in enumerate(message.tool_calls or ()):
-            items.append(
-                {
-                    "id": f"fc_{call.uid}_{number}",
-                    "type": "function_call",
-                    "status": "completed",
-                    "call_id": one.id,
-                    "name": one.function.name,
-                    "arguments": one.function.arguments,
-                }
-            )
+            item = {
+                "id": f"fc_{call.uid}_{number}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": one.id,
+                "name": one.function.name,
+                "arguments": one.function.arguments,
+            }
+            if origin := namespaces.get(one.function.name):
+                item["namespace"], item["name"] = origin
+            items.append(item)
         return items
 
 

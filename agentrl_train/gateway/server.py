@@ -441,8 +441,9 @@ class Gateway:
 
     async def _chat_completions(self, request: Request, session: Session) -> Response:
         asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
+        asked.check()
         session.check_sampling(asked)
-        messages = [message.message() for message in asked.messages]
+        messages = asked.conversation
         calls = [
             session.answer(
                 messages,

@@ -31,6 +31,8 @@ class Constraint:
     calls: Literal["auto", "none", "required"] = "auto"
     tool: str | None = None
     """The only tool that can be called, once; None is any."""
+    choice_parameter: str = "tool_choice"
+    """Parameter of the request that demands calls or forbids them."""
     schema: str | None = None
     """JSON Schema of the content, as JSON; None is any text."""
     schema_parameter: str = "response_format"
