@@ -384,7 +384,7 @@ class Program(Table):
     """An agent program that plays episodes."""
 
     run: Annotated[ProgramPath, Field(min_length=1, pattern=r"\S")]
-    """A command, ``file.py:function``, or the name of a coding agent: "mini-swe-agent" or "claude-code"."""
+    """A command, ``file.py:function``, or the name of a coding agent, such as "claude-code"."""
     folder: AnyPath = Field(".", validate_default=True)
     """Working directory of a command."""
     ignore: tuple[str, ...] = ()

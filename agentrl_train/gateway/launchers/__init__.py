@@ -90,7 +90,19 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
                 name="claude-code",
                 module=f"{__name__}.claude_code",
                 program="claude",
-                install="npm install --global @anthropic-ai/claude-code",
+                install="npm install --global @anthropic-ai/claude-code@2.1",
+            ),
+            Launcher(
+                name="opencode",
+                module=f"{__name__}.opencode",
+                program="opencode",
+                install="npm install --global opencode-ai@1.18",
+            ),
+            Launcher(
+                name="codex",
+                module=f"{__name__}.codex",
+                program="codex",
+                install="npm install --global @openai/codex@0.171",
             ),
         )
     }

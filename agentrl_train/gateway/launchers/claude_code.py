@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from agentrl_train.gateway.launchers.command import AgentFailed, run_agent
+from agentrl_train.gateway.launchers.command import AgentFailed, play_command
 from agentrl_train.gateway.launchers.session import TaskSession, play_session
-from agentrl_train.gateway.launchers.tool_server import NAME, served_tools
+from agentrl_train.gateway.launchers.tool_server import NAME
 
 SETTINGS = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # no updates, telemetry or error reports
@@ -26,24 +26,22 @@ LIMIT_REACHED = "error_max_turns"
 
 def play(session: TaskSession, base_url: str) -> str:
     """Let the agent work until it ends or reaches a limit of the task; its tools give the answer."""
-    home = Path(os.environ["AGENTRL_SAMPLE"]).parent / "home"
-    home.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
-    environment |= SETTINGS | {"HOME": str(home), "CLAUDE_CONFIG_DIR": str(home)}
-    for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"):
-        environment[name] = os.environ[name]
-    with served_tools(session) as (tools, url):
+
+    def start(home: Path, url: str) -> tuple[list[str], dict[str, str]]:
         command = [
             *("claude", "--print", session.task, "--model", "policy", "--output-format", "json"),
             *("--tools", "", "--allowedTools", f"mcp__{NAME}", "--strict-mcp-config"),
             *("--mcp-config", json.dumps({"mcpServers": {NAME: {"type": "http", "url": url}}})),
             *("--max-turns", str(session.max_calls)),
         ]
-        try:
-            run_agent(command, environment=environment, folder=home, tools=tools)
-        except AgentFailed as error:
-            if LIMIT_REACHED not in str(error):
-                raise
+        gateway = {name: os.environ[name] for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")}
+        return command, SETTINGS | gateway | {"CLAUDE_CONFIG_DIR": str(home)}
+
+    try:
+        play_command(session, start, own=OWN)
+    except AgentFailed as error:
+        if LIMIT_REACHED not in str(error):
+            raise
     return ""
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from agentrl_train.gateway.launchers.tool_server import ToolServer
+from agentrl_train.gateway.launchers.session import TaskSession
+from agentrl_train.gateway.launchers.tool_server import ToolServer, served_tools
 
+Start = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
+"""Returns the command line and the variables of an agent, from its home and the address of its tools."""
 POLL_S = 0.1
 """Interval at which the end of the agent is noticed."""
 GRACE_S = 2.0
@@ -18,6 +22,27 @@ MAX_OUTPUT = 2000
 
 class AgentFailed(Exception):
     """The agent exited with an error; the message ends with its output."""
+
+
+def play_command(session: TaskSession, start: Start, *, own: tuple[str, ...]) -> None:
+    """Run an agent in an empty home until it ends, with the tools of a session.
+
+    Args:
+        session: the session.
+        start: returns the command line and the environment variables of the agent.
+        own: prefixes of the variables with which users configure their own agent, and which it does not get.
+
+    Raises:
+        AgentFailed: the agent exited with another status than 0.
+        Exception: the session failed.
+    """
+    home = Path(os.environ["AGENTRL_SAMPLE"]).parent / "home"
+    home.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    with served_tools(session) as (tools, url):
+        command, variables = start(home, url)
+        variables = {"HOME": str(home), "PWD": str(home), **variables}
+        run_agent(command, environment=environment | variables, folder=home, tools=tools)
 
 
 def run_agent(
