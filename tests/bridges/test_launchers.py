@@ -1,10 +1,12 @@
 """Unmodified coding agents play a task with a shell through their launchers, and are trained."""
 
 import asyncio
+import itertools
 import json
-import shutil
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from agentrl_env.errors import SandboxUnavailable
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_train.actor import Actor
 from agentrl_train.config import EnvironmentSection, RolloutSection
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import ConfigError, EngineError
+from agentrl_train.gateway.launchers import LAUNCHERS
 from agentrl_train.learner import Learner
 from agentrl_train.placement.environments import environments
-from agentrl_train.types import Episode, EpisodeEnd, Sampling, Trajectory
+from agentrl_train.types import Engine, Episode, EpisodeEnd, Sampling, Trajectory
 from tests.bridges.speaker import Speaker, needs, train_on_what_was_sampled
+from tests.env.bridges.harbor_tasks import write_task
 from tests.tiny_models import learner_arguments
-from tests.train.fakes import CHAT
+from tests.train.fakes import CHAT, ScriptedEngine
 
 TASK = str(Path(__file__).parents[2] / "environments/swe_repair")
 EPISODE = Episode(task="swe_repair", split="train", index=0, seed=0, draw_seed=(0, 0))
@@ -30,10 +34,6 @@ SAMPLING = Sampling(max_new_tokens=2000, max_context=MAX_CONTEXT)
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 pytestmark = [pytest.mark.bridges, pytest.mark.filterwarnings("default")]
 mini_swe_agent = needs("mini-swe-agent")
-claude_code = pytest.mark.skipif(
-    shutil.which("claude") is None,
-    reason="needs the command claude, of npm",
-)
 try:
     check_available()
 except SandboxUnavailable as error:
@@ -61,10 +61,10 @@ def repair() -> str:
 
 @asynccontextmanager
 async def actor_of(
-    engine: Speaker, *, launcher: str = "mini-swe-agent", sampling: Sampling = SAMPLING
+    engine: Engine, *, launcher: str = "mini-swe-agent", sampling: Sampling = SAMPLING, task: str = TASK
 ) -> AsyncIterator[Actor]:
     """Yield an actor whose task is played as one line of a configuration states it."""
-    section = EnvironmentSection.model_validate({"serve": [TASK], "program": launcher})
+    section = EnvironmentSection.model_validate({"serve": [task], "program": launcher})
     async with environments([section], max_sessions=4, stated=sampling) as served:
         yield Actor(
             engine=engine,
@@ -77,9 +77,14 @@ async def actor_of(
         )
 
 
-async def play(say: Callable[[int, int], Message], **options: Any) -> Trajectory:
-    async with actor_of(Speaker(say), **options) as actor:
-        return await actor.sibling(EPISODE)
+async def play(
+    say: Callable[[int, int], Message], *, episode: Episode = EPISODE, **options: Any
+) -> Trajectory:
+    """Play an episode of a policy that says what a function returns for the number of the call, from 1."""
+    count = itertools.count(1)
+    engine = ScriptedEngine(CHAT, lambda *_: say(0, next(count)))
+    async with actor_of(engine, **options) as actor:
+        return await actor.sibling(episode)
 
 
 def replies(trajectory: Trajectory) -> list[str]:
@@ -174,48 +179,130 @@ async def test_agent_trains_for_two_steps_on_exactly_what_was_sampled(repair: st
             train_on_what_was_sampled(learner, engine, group, max_tokens=MAX_CONTEXT)
 
 
-def by_mcp(name: str, **arguments: str) -> Message:
-    return Message.assistant("I do it.", ToolCall.of(f"mcp__task__{name}", **arguments))
+@pytest.mark.parametrize("repairs", [True, False])
+@mini_swe_agent
+async def test_patch_of_a_harbor_folder_is_graded_by_its_hidden_tests(repairs: bool, tmp_path: Path) -> None:
+    files = {
+        "instruction.md": "metres() of lengths.py is wrong. Repair it.\n",
+        "environment/lengths.py": "def metres(feet):\n    return feet * 3.048\n",
+        "tests/check.py": "from lengths import metres\n\nassert abs(metres(10) - 3.048) < 1e-9\n",
+    }
+    test = (
+        "mkdir -p /logs/verifier\nPYTHONPATH=. python3 /tests/check.py && reward=1 || reward=0\n"
+        "echo $reward >/logs/verifier/reward.txt\n"
+    )
+    folder = write_task(tmp_path / "repairs/lengths", test=test, files=files).parent
+    patch = "sed -i 's/3.048/0.3048/' lengths.py" if repairs else "echo '# fine' >>lengths.py"
+    commands = ["cat lengths.py; ls /tests", patch, SUBMIT]
+    trajectory = await play(
+        lambda _, count: bash(commands[count - 1]),
+        episode=replace(EPISODE, task="repairs"),
+        task=f"harbor:{folder}",
+    )
+    assert trajectory.error is None
+    assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TERMINATED, float(repairs))
+    assert "metres() of lengths.py is wrong" in str(trajectory.opening[-1].content)
+    listing = replies(trajectory)[0]
+    assert "feet * 3.048" in listing
+    assert "cannot access '/tests'" in listing
+    sampled = [turn.completion.token_ids for turn in trajectory.turns]
+    assert sampled == [CHAT.completion(bash(command)) for command in commands]
+    assert len(trajectory.segments) == 1
 
 
-@claude_code
+NAMES = {
+    "claude-code": ("mcp__task__", "Bash"),
+    "opencode": ("task_", "bash"),
+    "codex": ("mcp__task__", "exec_command"),
+}
+"""What the tools of a task are called by each agent, and its own tool that runs commands."""
+
+
+def command_of_npm(launcher: str) -> str:
+    """Return a launcher; the test is skipped without its agent."""
+    try:
+        LAUNCHERS[launcher].check_installed()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return launcher
+
+
+@pytest.fixture(params=NAMES)
+def agent(request: pytest.FixtureRequest) -> str:
+    """Return each agent of npm."""
+    return command_of_npm(request.param)
+
+
+def by_mcp(agent: str, name: str, **arguments: str) -> Message:
+    return Message.assistant("I do it.", ToolCall.of(f"{NAMES[agent][0]}{name}", **arguments))
+
+
 @pytest.mark.parametrize(("submits", "repairs"), [(True, True), (False, True), (False, False)])
-async def test_claude_code_plays_with_the_tools_of_the_task(
-    submits: bool, repairs: bool, repair: str
+async def test_agent_plays_with_the_tools_of_the_task(
+    agent: str, submits: bool, repairs: bool, repair: str
 ) -> None:
     moves = [
-        by_mcp("bash", command=repair if repairs else "ls"),
-        by_mcp("nothing"),
-        by_mcp("submit") if submits else Message.assistant("It is done."),
+        by_mcp(agent, "bash", command=repair if repairs else "ls"),
+        by_mcp(agent, "nothing"),
+        by_mcp(agent, "submit") if submits else Message.assistant("It is done."),
     ]
-    trajectory = await play(lambda _, count: moves[count - 1], launcher="claude-code")
+    trajectory = await play(lambda _, count: moves[count - 1], launcher=agent)
     assert trajectory.error is None
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TERMINATED, float(repairs))
     assert (len(trajectory.turns), len(trajectory.segments)) == (3, 1)
     assert "A user reports" in str(trajectory.opening[-1].content)
 
 
-@claude_code
-async def test_claude_code_trains_for_a_step_on_exactly_what_was_sampled(repair: str) -> None:
+async def test_command_for_the_machine_of_the_trainer_is_not_run(agent: str, tmp_path: Path) -> None:
+    own = ToolCall.of(NAMES[agent][1], command=f"touch {tmp_path}/own", cmd=f"touch {tmp_path}/own")
+    moves = [
+        Message.assistant("I do it.", own),
+        by_mcp(agent, "bash", command=f"touch {tmp_path}/sandboxed"),
+        by_mcp(agent, "submit"),
+    ]
+    trajectory = await play(lambda _, count: moves[count - 1], launcher=agent)
+    assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 0.0, 3)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_agent_is_stopped_at_the_turn_limit_of_the_task(agent: str, repair: str) -> None:
+    trajectory = await play(
+        lambda _, count: by_mcp(agent, "bash", command=repair if count == 1 else "ls"), launcher=agent
+    )
+    assert (trajectory.error, trajectory.end, trajectory.reward) == (None, EpisodeEnd.TERMINATED, 1.0)
+    assert len(trajectory.turns) == 19  # the last of the task's 20 turns submits
+
+
+async def test_agent_trains_for_a_step_on_exactly_what_was_sampled_through_mcp(
+    agent: str, repair: str
+) -> None:
     engine = Speaker(
         lambda number, count: (
-            by_mcp("bash", command="ls" if number % 2 else repair) if count == 1 else by_mcp("submit")
+            by_mcp(agent, "bash", command="ls" if number % 2 else repair)
+            if count == 1
+            else by_mcp(agent, "submit")
         )
     )
     learner = Learner(engine.model, **learner_arguments(learning_rate=1e-3, warmup_steps=0))
-    async with actor_of(engine, launcher="claude-code") as actor:
+    async with actor_of(engine, launcher=agent) as actor:
         group, failed = await actor.group(EPISODE, size=2, group_id=0, admitted_version=0)
     assert [one.error for one in failed] == []
     assert [one.reward for one in group.trajectories] == [1.0, 0.0]
     train_on_what_was_sampled(learner, engine, group, max_tokens=MAX_CONTEXT)
 
 
-@claude_code
-async def test_full_context_truncates_claude_code_with_its_grade(repair: str) -> None:
+async def test_full_context_truncates_the_agent_with_its_grade(agent: str, repair: str) -> None:
     sampling = Sampling(max_new_tokens=500, max_context=SAMPLING.max_context)
     long = f"{repair}\nhead -c 7000 /dev/zero | tr '\\0' x"
     trajectory = await play(
-        lambda _, count: by_mcp("bash", command=long), launcher="claude-code", sampling=sampling
+        lambda _, count: by_mcp(agent, "bash", command=long), launcher=agent, sampling=sampling
     )
     assert trajectory.error is None
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0)
+
+
+async def test_engine_that_fails_fails_the_episode_of_the_agent(agent: str) -> None:
+    def broken(number: int, count: int) -> Message:
+        raise EngineError("out of memory")
+
+    assert (await play(broken, launcher=agent)).end is EpisodeEnd.FAILED_ENGINE
