@@ -19,6 +19,8 @@ MAX_POINTS = 240
 """Maximum number of points of a line; more are averaged, so that the page stays small."""
 MAX_TARGETS = 80
 """Maximum number of places of a line that show their value to the pointer; closer ones would overlap."""
+MAX_MARKS = 24
+"""Maximum number of rings of a line; more would cover it."""
 NUM_COLOURS = 8
 
 
@@ -232,7 +234,8 @@ def _x_axis(frame: _Frame, name: str) -> str:
     ]
     end = f"{name} {int(frame.x_high)}"
     # The name of the axis is at the right end; numbers that would overlap it are left out.
-    inside = [tick for tick in inside if frame.x(tick) < WIDTH - RIGHT - 14 - 6 * len(end)]
+    room = WIDTH - RIGHT - 8 - 7 * len(end)
+    inside = [tick for tick in inside if frame.x(tick) + 3.5 * len(f"{tick:.0f}") < room]
     numbers = "".join(
         f'<text class="tick" x="{frame.x(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>'
         for tick in inside
@@ -251,20 +254,20 @@ def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str
     parts += [
         f'<circle class="ring" cx="{frame.x(x)}" cy="{frame.y(y)}" r="4"><title>'
         f"{escape(f'{one.name}, held-out after {x:g}: {label(y)}')}</title></circle>"
-        for x, y in one.marks
+        for x, y in _evenly(one.marks, MAX_MARKS)
     ]
     parts += [
         f'<circle class="hover" cx="{frame.x(x)}" cy="{frame.y(y)}" r="5"><title>'
         f"{escape(f'{one.name}, {x_name} {x:g}: {label(y)}')}</title></circle>"
-        for x, y in _targets(shown)
+        for x, y in _evenly(shown, MAX_TARGETS)
     ]
     kind = " dashed" if one.dashed else ""
     return f'<g class="c{one.colour % NUM_COLOURS}{kind}">{"".join(parts)}</g>'
 
 
-def _targets(points: Sequence[Point]) -> Sequence[Point]:
-    """Return evenly spaced points of a line, the last included."""
-    step = max(1, math.ceil(len(points) / MAX_TARGETS))
+def _evenly(points: Sequence[Point], most: int) -> Sequence[Point]:
+    """Return at most ``most`` evenly spaced points of a line, the last included."""
+    step = max(1, math.ceil(len(points) / most))
     return points[(len(points) - 1) % step :: step]
 
 

@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def leftovers() -> Iterator[None]:
-    """Collect what a test leaves behind: connections that a peer keeps open are its own, not the next one's."""
+    """Collect what a test leaves behind: the warnings about open connections belong to it."""
     yield
     gc.collect()

@@ -489,3 +489,20 @@ def test_change_has_an_interval_and_is_grey_if_that_includes_zero(
 def test_success_in_training_far_above_held_out_success_is_marked(tmp_path: Path, trained: float, kind: str):
     page = report_of(tmp_path, before=10, after=11, trained=trained)
     assert f'<td class="{kind}">{100 * trained:.1f}%</td>' in page
+
+
+def test_many_evaluations_leave_the_line_visible():
+    marks = [(float(step), 0.5) for step in range(0, 10_001, 50)]
+    chart = line_chart([Series(name="shop", points=marks, colour=0, marks=marks)], label=percent_label)
+    assert chart.count('class="ring"') == 23
+    assert "held-out after 10000:" in chart
+    assert chart.count('class="hover"') == 67
+
+
+def test_numbers_of_the_axis_do_not_touch_its_end():
+    chart = line_chart(
+        [Series(name="shop", points=[(0.0, 0.0), (10_001.0, 1.0)], colour=0)], label=percent_label
+    )
+    assert ">step 10001<" in chart
+    assert ">6000<" in chart
+    assert ">8000<" not in chart
