@@ -136,7 +136,7 @@ class AllowedSets:
 
     @classmethod
     def of_plain(cls, value: Mapping[str, Any]) -> AllowedSets:
-        """Return what ``plain`` returned as sets."""
+        """Restore sets from the result of ``plain``."""
         packed = zlib.decompress(base64.b64decode(value["sets"]))
         size = len(packed) // max(1, value["count"])
         sets = tuple(packed[i * size : (i + 1) * size] for i in range(value["count"]))
@@ -189,7 +189,7 @@ class EpisodeEnd(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Return whether infrastructure failed, so that the reward is meaningless."""
+        """Return True if the infrastructure failed, which makes the reward meaningless."""
         return self in (EpisodeEnd.FAILED_ENVIRONMENT, EpisodeEnd.FAILED_ENGINE, EpisodeEnd.FAILED_REWARD)
 
 
@@ -235,7 +235,7 @@ class Segment:
     agent: str = "main"
     """Name of the agent that acts in the segment."""
     opening: Sequence[Message] = ()
-    """Messages in front of its first turn; those of the first segment are the trajectory's ``opening``."""
+    """Messages before its first turn; the first segment starts with the trajectory's ``opening``."""
 
 
 ROOT = Segment(parent=None, after_turn=None, reason="root")
@@ -252,10 +252,10 @@ class Trajectory:
     sample: TaskSample
     opening: Sequence[Message]
     turns: Sequence[Turn]
-    """The turns of all segments, in the order in which they were sampled."""
+    """The turns of all segments, in sampling order."""
     end: EpisodeEnd
     reward: float
-    """Sum of the rewards of all turns, as the environment returned them; with ``scores``, what they make."""
+    """Sum of the environment's rewards over all turns; with ``scores``, their combination."""
     success: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Named scores of the environment."""
@@ -294,7 +294,7 @@ class Trajectory:
 
     @property
     def privileged(self) -> Mapping[str, Any]:
-        """Return what the sample holds for critics and judges and no agent sees, such as a reference."""
+        """Return the data of the sample that only critics and judges see, such as a reference answer."""
         found: Mapping[str, Any] = self.sample.data.get("privileged", {})
         return found
 
@@ -320,7 +320,7 @@ class Trajectory:
 
 
 def succeeded(metrics: Mapping[str, float], reward: float) -> bool:
-    """Return whether an episode succeeded: as its metric ``success`` says, else by a reward of at least 1."""
+    """Return True if an episode succeeded, by its metric ``success`` or else by a reward of at least 1."""
     return metrics.get("success", float(reward >= 1.0)) >= 0.5
 
 
@@ -334,7 +334,7 @@ class TrajectoryGroup:
     admitted_version: int
     """``policy_version`` when the group was admitted."""
     greedy: Trajectory | None = None
-    """An episode played at temperature 0, not trained on, where the baseline needs one."""
+    """An episode at temperature 0 for a baseline that needs it; it is not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,13 +368,13 @@ class TokenSequence:
 
     token_ids: IntArray
     loss_mask: FloatArray
-    """1 exactly where the policy sampled the token."""
+    """1 for tokens that the policy sampled, else 0."""
     logprobs: FloatArray
-    """Behaviour log-probabilities; 0 where the mask is 0."""
+    """Behaviour log-probabilities; 0 if the mask is 0."""
     versions: IntArray
-    """``policy_version`` of each sampled token; -1 where the mask is 0."""
+    """``policy_version`` of each sampled token; -1 if the mask is 0."""
     advantages: FloatArray
-    """0 where the mask is 0."""
+    """Advantages; 0 if the mask is 0."""
     task: str
     group_id: int
     rollout: int | None = None
@@ -405,7 +405,7 @@ class MicroBatch:
     logprobs: torch.Tensor
     advantages: torch.Tensor
     ages: torch.Tensor
-    """Policy versions between the sampling of each token and this step; 0 where the mask is 0."""
+    """Policy versions between the sampling of each token and this step; 0 if the mask is 0."""
     weights: torch.Tensor
     """Weight of each sampled token in the loss. It includes the global denominator of the aggregation, so the
     loss of a step is the plain sum over its micro-batches."""
@@ -454,7 +454,7 @@ class Engine(Protocol):
         ...
 
     def release(self, session_key: str) -> None:
-        """Drop what is cached for a session; idempotent."""
+        """Drop the cache of a session; idempotent."""
         ...
 
     async def close(self) -> None:

@@ -62,7 +62,7 @@ class Anchor(Function):
 
 
 class Exclusion(Function):
-    """Episodes that a limit ended, with a turn that says nothing, or that repeat themselves."""
+    """Episodes that a limit ended, that have an empty turn, or that repeat themselves."""
 
     name: Literal["truncated", "void", "repetitive"]
 
@@ -176,7 +176,7 @@ class AlgorithmSection(Section):
     keep_groups: Share = 1.0
     """Share of the groups of each task that is trained on, those with the largest spread of rewards."""
     leave_out: tuple[Annotated[Exclusion | Own, Choice()], ...] = ()
-    """Episodes to omit from the loss: ended by a limit ("truncated"), with a turn that says nothing ("void"),
+    """Episodes to omit from the loss: ended by a limit ("truncated"), with an empty turn ("void"),
     or that repeat themselves ("repetitive"); or those for which a function of a trajectory is true. They
     count in the baseline."""
     credit: Credit = Trajectory()
@@ -204,7 +204,7 @@ class AlgorithmSection(Section):
     aggregation: Aggregation = Mean()
     """Unit with equal weight in the loss."""
     clip_cov: ClipCov | None = None
-    """Tokens to omit by their covariance; left out, it is off."""
+    """Tokens to omit by their covariance; off by default."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus that is subtracted from the loss; 0 is off."""
     kl: Kl = Kl()
@@ -217,7 +217,7 @@ class AlgorithmSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _critics_baseline(cls, table: Any) -> Any:
-        """Set the baseline and the scale of credit by a critic, if they are left out."""
+        """Set the defaults of baseline and scale for credit by a critic."""
         if not isinstance(table, dict):
             return table
         credit = table.get("credit")
@@ -231,12 +231,12 @@ class AlgorithmSection(Section):
 
     @property
     def corrects(self) -> bool:
-        """Return whether tokens are weighed by the ratio of the anchor to the sampler."""
+        """Return True if tokens are weighted by the ratio of the anchor to the sampler."""
         return self.correction.name != "none"
 
     @property
     def recomputes(self) -> bool:
-        """Return whether the anchor needs log-probabilities recomputed before the update."""
+        """Return True if the anchor needs log-probabilities recomputed before the update."""
         return self.anchor.name == "old" or isinstance(self.anchor, Own)
 
     @property

@@ -37,11 +37,11 @@ class CriticCredit(Function):
     """Credit by a critic, which is trained on the same episodes."""
 
     model: ModelPath | None = None
-    """Model folder, or name on the hub, of the critic; left out, the policy."""
+    """Model folder, or name on the hub, of the critic; by default the policy's."""
     learning_rate: Positive = 1e-5
     """Learning rate of AdamW, constant."""
     warmup_steps: CountOrOff = 0
-    """First steps, in which only the critic learns."""
+    """Number of first steps that train only the critic."""
     passes: Count = 1
     """Passes over the episodes of each step."""
 
@@ -96,7 +96,7 @@ class Archer(CriticCredit):
     replay: CountOrOff = 0
     """Groups of earlier steps that turns are learned from again; 0 is off."""
     target_rate: Share = 0.1
-    """Share of the difference by which target networks follow in an update."""
+    """Share of the difference that target networks move per update."""
 
 
 class Sweet(CriticCredit):

@@ -139,7 +139,7 @@ class Constant(Function):
 
     name: Literal["constant"] = "constant"
     tokens: Count | None = None
-    """Denominator of each episode; left out, ``engine.max_context``."""
+    """Denominator of each episode; ``engine.max_context`` by default."""
 
 
 Aggregation = Annotated[Mean | Constant, Choice("sequence_mean")]

@@ -48,7 +48,7 @@ def keys(section: type[BaseModel] = RunConfig, name: str = "") -> Iterator[str]:
 
 
 def _section(section: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the lines of a section, then those of its subsections."""
+    """Yield the lines of a section, then the lines of its subsections."""
     if name:
         heading = "[[environments]]" if name == "environments" else f"[{name}]"
         yield from ("", f"{heading:<44}# {_plain(section.__doc__)}")

@@ -30,7 +30,7 @@ class RewardSection(Section):
     """Reward of an episode from its weighted scores: their sum, the lowest, the highest, the sum of those
     standardized in the group, or one that leans towards what is satisfied least ("adaptive")."""
     timeout_s: Positive = 300.0
-    """Deadline of all functions for one episode; an episode without a score is left out."""
+    """Deadline of all functions for one episode; an episode without a score is omitted."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""

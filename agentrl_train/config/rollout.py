@@ -43,14 +43,14 @@ class SubAgentSection(Table):
     max_turns: Count = 8
     """Turns of one call. The last one is for the report; its tool calls are not executed."""
     planner_tools: tuple[str, ...] | None = None
-    """Tools of the environment that the planner sees; left out, all."""
+    """Tools of the environment that the planner sees; all by default."""
     worker_tools: tuple[str, ...] | None = None
-    """Tools of the environment that workers see; left out, all."""
+    """Tools of the environment that workers see; all by default."""
     tasks: tuple[str, ...] = ()
-    """Tasks in which the sub-agent can be called; left out, all."""
+    """Tasks that can call the sub-agent; all by default."""
 
     def serves(self, task: str) -> bool:
-        """Return whether the sub-agent can be called in a task."""
+        """Return True if a task can call the sub-agent."""
         return not self.tasks or task in self.tasks
 
     def problems(self) -> list[str]:
@@ -169,13 +169,13 @@ class RolloutSection(Section):
     stale: Stale = Stale()
     """Cross-policy sampling by a stale policy."""
     max_turns: dict[str, Count] = Field(default_factory=dict)
-    """Turn limit of the episodes of a task, where it is to be lower than the environment's own."""
+    """Turn limits by task, to lower the limits of the environments."""
     horizon: Annotated[Horizon | None, BeforeValidator(_stages)] = None
-    """Turn limits in stages; left out, it is off."""
+    """Turn limits in stages; off by default."""
     curriculum: CurriculumSection = CurriculumSection()
     """Levels and mixture of the tasks by their success."""
     sub_agent: SubAgentSection | None = None
-    """A sub-agent as a tool; left out, it is off."""
+    """A sub-agent as a tool; off by default."""
     alternatives: CountOrOff = 0
     """Further completions of each turn of a training episode, which are not played, for the pairs of credit
     "sweet"."""

@@ -54,7 +54,7 @@ class VllmSection(Section):
     """Options of ``engine.kind = "vllm"``."""
 
     python: AnyPath | None = None
-    """Python interpreter with vLLM for the engine processes; left out, the trainer's own."""
+    """Python interpreter with vLLM for the engine processes; by default the trainer's."""
     replicas: Count = 1
     """Engines of the current policy."""
     push: Literal["in_flight", "drained"] = "in_flight"
@@ -128,7 +128,7 @@ class EngineSection(Section):
 
     @property
     def truncates(self) -> bool:
-        """Return whether improbable tokens are never sampled."""
+        """Return True if improbable tokens are never sampled."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
@@ -170,7 +170,7 @@ class RayLauncher(Function):
 
     name: Literal["ray"] = "ray"
     address: str | None = None
-    """Address of the cluster; left out, ``RAY_ADDRESS``, else a local cluster for this run."""
+    """Address of the cluster; by default ``RAY_ADDRESS``, else a local cluster for this run."""
     timeout_s: Positive = 300.0
     """Deadline for the cluster to allocate the resources of the run."""
 
@@ -185,9 +185,9 @@ class PlacementSection(Section):
     launcher: Annotated[LocalLauncher | RayLauncher, Choice("local")] = LocalLauncher()
     """Local processes; learner ranks started by torchrun, on one node or many; or all placed by Ray."""
     learner: tuple[int, ...] = ()
-    """GPUs of the learner, one per process on a node; left out, the first ones."""
+    """GPUs of the learner, one per process on a node; by default the first GPUs."""
     engine: tuple[int, ...] = ()
-    """GPUs of the engine, ``tensor_parallel_size`` per replica; left out, those after the learner's, or the
+    """GPUs of the engine, ``tensor_parallel_size`` per replica; by default those after the learner's, or the
     learner's if they are not separated."""
 
     def problems(self) -> list[str]:
@@ -239,7 +239,7 @@ class LoraSection(Table):
     alpha: Positive
     """Adapter outputs are scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = ()
-    """Names of the adapted linear layers, such as "q_proj"; left out, all but the head."""
+    """Names of the adapted linear layers, such as "q_proj"; by default all except the head."""
 
 
 class Decay(Function):
@@ -279,7 +279,7 @@ class TrainSection(Section):
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None
-    """Train adapters instead of the whole model; left out, it is off."""
+    """Train adapters instead of the whole model; off by default."""
     processes: Count = 1
     """Learner processes on this machine, started by ``agentrl-train run``."""
     sequence_parallel: Count = 1
@@ -329,9 +329,9 @@ class RunSection(Section):
     seed: CountOrOff = 0
     """Seed of all random draws: samples, tokens, order."""
     run_timeout_s: Positive | None = None
-    """Time limit of the run: it stops cleanly after the current step, resumable, whatever ``steps`` says."""
+    """Time limit of the run. It stops after the current step, even before ``steps``, and can be resumed."""
     threads: Count | None = None
-    """CPU threads of PyTorch, shared by engine and learner; left out, one for each core."""
+    """CPU threads of PyTorch, shared by engine and learner; by default one for each core."""
 
     @property
     def path(self) -> Path:
@@ -346,16 +346,16 @@ class ModelSection(Section):
     """A Hugging Face model folder, a name on the hub (``org/name``), a .gguf file, ``package:NAME`` for
     weights in a Python package, or the name of a model from ``agentrl-train fetch``."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; left out, its default branch."""
+    """Branch, tag or commit of a model on the hub; by default its default branch."""
     chat_template: FilePath | None = None
-    """File with a Jinja chat template; left out, the tokenizer's own."""
+    """File with a Jinja chat template; by default the tokenizer's template."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking = false}``."""
     tool_parser: str | None = None
-    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; left out, stored
+    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; by default stored
     with the model by an earlier run, or chosen by the chat template."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop tokens, as text, beside those of the generation configuration and the tokenizer."""
+    """Stop tokens, as text, in addition to the generation configuration's and the tokenizer's."""
     system_prompt: str | None = None
     """Text in front of every opening, as a system message."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -397,7 +397,7 @@ class Program(Table):
 
     @property
     def is_function(self) -> bool:
-        """Return whether the program is a function, and not a command."""
+        """Return True if the program is a function, and False if it is a command."""
         return FUNCTION.fullmatch(self.run) is not None
 
     def problems(self) -> list[str]:
@@ -424,7 +424,7 @@ class EnvironmentSection(Section):
     token_env: str | None = None
     """Environment variable with the token of the server; without it no token is sent."""
     tasks: dict[str, Positive] = Field(default_factory=dict)
-    """Weight of each task; left out, all tasks of the server weigh the same."""
+    """Weight of each task; by default all tasks of the server have the same weight."""
     split: str = "train"
     """Split for training."""
     eval_split: str = "test"
@@ -462,7 +462,7 @@ class Concurrent(Table):
     """Evaluation alongside training."""
 
     max_sessions: Count | None = None
-    """Episodes at a time; left out, a quarter of ``engine.max_sessions``."""
+    """Number of concurrent episodes; by default a quarter of ``engine.max_sessions``."""
 
 
 def _concurrent(value: Any) -> Any:
@@ -480,7 +480,7 @@ class EvalSection(Section):
     every: CountOrOff = 0
     """Steps between two evaluations; 0 is only at the start and the end."""
     temperature: NonNegative | None = None
-    """Temperature of evaluations, 0 is greedy; left out, that of training with its truncation."""
+    """Temperature of evaluations; 0 is greedy. By default, evaluations sample as training does."""
     concurrent: Annotated[Concurrent | None, BeforeValidator(_concurrent)] = None
     """Train on while an evaluation plays (``true``): a second set of weights holds the checkpoint that it
     evaluates. The evaluation at the end has nothing beside it. Left out, it is off."""

@@ -31,11 +31,11 @@ ATTENTION = "agentrl_slots"
 CONTEXT = 4
 """Number of tokens that a guess is based on."""
 MOST = 6
-"""Tokens that are guessed at once; each costs as much as a sampled one, whether it is right or not."""
+"""Tokens guessed in one pass; a guess costs as much as a sampled token, right or wrong."""
 CAPACITY = 2**18
 """Number of contexts that are kept; the oldest are forgotten first."""
 BLOCK = 16
-"""Length of the shortest beginning, and of the steps in which longer ones are found."""
+"""Length of the shortest shared prefix, and increment of the longer prefixes."""
 T = TypeVar("T", bound=Hashable)
 
 
@@ -53,12 +53,12 @@ class Group:
     counts: Sequence[int]
     """Tokens of each sequence."""
     length: int
-    """Number of cached tokens that attention sees, those of the pass included."""
+    """Number of cached tokens that attention sees, including the tokens of the pass."""
     view: bool = True
-    """Whether adjacent slots are read in place. Copies make results independent of the slots, bit for bit."""
+    """True to read adjacent slots in place; copies make results bitwise independent of the slots."""
     keys_at: slice | Tensor = field(init=False)
     padded: Tensor | None = field(init=False, default=None)
-    """Index in the group of each query [sequences, width]; None where every sequence has as many."""
+    """Index in the group of each query [sequences, width]; None if all sequences have the same number."""
     unpadded: Tensor | None = field(init=False, default=None)
     """Index among the padded queries of each token."""
     masks: dict[str, Tensor | None] = field(init=False, default_factory=dict)
@@ -157,7 +157,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values [1, heads, tokens, dim] of a pass; return those of all slots."""
+        """Store the keys and values [1, heads, tokens, dim] of a pass; return the whole cache."""
         while len(self._storage) <= layer_idx:
             self._storage.append((self._allocate(key_states), self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
@@ -343,7 +343,7 @@ def joined(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) ->
 
 
 def _pays(group: Group, call: Group) -> bool:
-    """Return whether one call for a group and one more sequence costs less than two calls on a CPU."""
+    """Return True if one call for a group and one more sequence is cheaper than two calls on a CPU."""
     if call.slots[0] != group.slots[-1] + 1:
         return False
     size = len(group.slots)

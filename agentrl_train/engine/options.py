@@ -28,7 +28,7 @@ class ServingOptions:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     devices: Sequence[str] = ()
-    """GPUs as named in ``CUDA_VISIBLE_DEVICES``; empty inherits those of the parent process."""
+    """GPUs for ``CUDA_VISIBLE_DEVICES``; empty inherits the GPUs of the parent process."""
     threads: int = 1
     """OpenMP threads on a CPU; more compete with the trainer for the cores."""
     transfer: Transfer = "memory"

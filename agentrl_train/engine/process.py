@@ -223,7 +223,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Wait for a process to exit, then kill what is left of its group."""
+    """Wait for a process to exit, then kill the rest of its process group."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
     # The resource tracker of multiprocessing cleans up after the others exit: it is killed last.

@@ -83,7 +83,7 @@ class ReplicaSupervisor:
 
     @property
     def ready(self) -> bool:
-        """Return whether the engine is running."""
+        """Return True if the engine is running."""
         up = self._up
         return up.done() and up.exception() is None and not up.result().lost.done()
 

@@ -32,7 +32,7 @@ BLOCK = 256
 SINGLE_BLOCK = 4096
 """Number of weights up to which blocks do not pay."""
 LARGEST_UNIFORM = 1 - 2**-30
-"""Keeps a draw off the weights of zero at the end of a block, where rounding would lead it to."""
+"""Keeps a draw off the zero weights at the end of a block, which rounding could select."""
 
 
 def sample(
@@ -75,7 +75,7 @@ def sample(
 
 
 def truncated(sampling: SamplingParams) -> bool:
-    """Return whether a request leaves out improbable tokens."""
+    """Return True if a request excludes improbable tokens."""
     return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
 
 
@@ -280,7 +280,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether requests are active or waiting."""
+        """Return True if requests are active or waiting."""
         return bool(self._active or self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -313,7 +313,7 @@ class Scheduler:
             sequence.cached.clear()
 
     def rebuilt(self, *, num_slots: int) -> Scheduler:
-        """Return a scheduler with the same weights and a new cache, in which every request restarts."""
+        """Return a scheduler with the same weights and a new cache; it restarts every request."""
         fresh = Scheduler(
             self.model,
             name=self.name,
@@ -393,7 +393,7 @@ class Scheduler:
     # Composition of a pass.
 
     def _parts(self) -> list[_Part]:
-        """Return what the next pass takes: sequences that sample their next token first, by slot."""
+        """Return the work of the next pass: by slot, sequences that sample their next token first."""
         decoding: list[_Part] = []
         prefilling: list[_Part] = []
         budget = PASS_TOKENS
@@ -421,7 +421,7 @@ class Scheduler:
         return self._drafts.guess(request.context, request.token_ids, most=min(room, left))
 
     def _copy_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
-        """Copy what another sequence has cached of this context; return whether more of it is on its way."""
+        """Copy the shared prefix from another sequence's cache; return True if more of it will follow."""
         request = sequence.request
         assert request is not None
         if len(sequence.cached) >= len(request.context):
@@ -461,7 +461,7 @@ class Scheduler:
     # Forward pass and sampling.
 
     def _run(self, parts: Sequence[_Part]) -> None:
-        """Run a pass, and append what it samples."""
+        """Run a pass and append the sampled tokens."""
         if not parts:
             return
         for part in parts:

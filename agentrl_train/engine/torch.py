@@ -165,7 +165,7 @@ class TorchEngine:
         return await asyncio.to_thread(self._grammars.start, grammar)
 
     def release(self, session_key: str) -> None:
-        """Drop what is cached for a session; idempotent."""
+        """Drop the cache of a session; idempotent."""
         with contextlib.suppress(EngineError):  # a closed or failed engine caches nothing
             self._post(partial(self._abandon, session_key))
 

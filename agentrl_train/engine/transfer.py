@@ -61,11 +61,11 @@ def mismatch(*, sent: Fingerprint, held: Fingerprint) -> str:
 
 
 Held = tuple[Fingerprint, Sequence[Fingerprint]]
-"""Fingerprints of the weights sent, and of what each worker then held."""
+"""Fingerprints of the weights sent, and of the weights in each worker afterwards."""
 
 
 def lost_push(*, before: Held, after: Held) -> str:
-    """Return a description of what a push to a sharded engine did not change; empty if nothing is missing.
+    """Describe the tensors that a push to a sharded engine did not change; empty if it changed all.
 
     The fingerprints of shards do not add up to that of the weights sent: engines replicate some parameters.
     But a layer changes on the workers if it changed in what was sent, and otherwise on none.

@@ -28,7 +28,7 @@ class Truncation:
         )
 
     def apply(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocabulary] that are -inf for the tokens that are left out.
+        """Return logits [rows, vocabulary] that are -inf for the excluded tokens.
 
         In the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of what these leave. The most probable
         token is always kept.

@@ -33,7 +33,7 @@ from agentrl_train.engine.transfer import Held, lost_push, mismatch
 from agentrl_train.types import SamplingParams as Requested
 
 PREFILL_TOKENS = 4096
-"""Token budget of one step on a CPU, where prompts are not chunked (see ``engine_arguments``)."""
+"""Token budget of one step on a CPU, without chunked prompts (see ``engine_arguments``)."""
 
 
 class EngineStats(StatLoggerBase):  # type: ignore[misc]  # vLLM need not be here when types are checked

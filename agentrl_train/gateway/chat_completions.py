@@ -113,7 +113,7 @@ class _ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """A function as clients describe it, who may write null for what they leave out."""
+    """A function as clients describe it; null fields count as omitted."""
 
     name: str
     description: str | None = None
@@ -227,7 +227,7 @@ class Fields:
     """Fields that would change the answer in a way that no engine has: the values that change nothing."""
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raise ``InvalidRequest`` for a field that would not have its effect; null is a field left out."""
+        """Raise ``InvalidRequest`` for a field that would have no effect; null counts as omitted."""
         for name, value in body.items():
             if value is None or name in self.read or name in self.unread:
                 continue
@@ -266,7 +266,7 @@ def validated(model: type[_Model], value: Any, *, within: str = "") -> _Model:
 
 
 def text_of(content: Any) -> str | None:
-    """Return content as text. Raises ``InvalidRequest`` for what is no text."""
+    """Return content as text. Raises ``InvalidRequest`` if a part is not text."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -347,7 +347,7 @@ class ChatAnswer:
         return {"index": index, "message": message, **self._tokens(call), "finish_reason": reason}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the choices in chunks, one after another, and the token counts if asked for."""
+        """Yield the choices in chunks, one after another, and the token counts if requested."""
         for index, call in enumerate(self._calls):
             yield from self._chunks(index, call)
         if self._request.stream_options and self._request.stream_options.include_usage:
@@ -380,7 +380,7 @@ class ChatAnswer:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     def _tokens(self, call: Call) -> dict[str, Any]:
-        """Return what the request asks for about the tokens of a choice."""
+        """Return the requested details about the tokens of a choice."""
         completion = call.completion
         assert completion is not None
         found: dict[str, Any] = {"logprobs": None}

@@ -53,7 +53,7 @@ class Unauthorized(GatewayError):
 
 
 class UnknownSession(GatewayError):
-    """There is no session of this key."""
+    """No session has this key."""
 
     status = 404
     kind = "invalid_request_error"

@@ -242,7 +242,7 @@ class MessageAnswer:
         }
 
     def _blocks(self) -> list[dict[str, Any]]:
-        """Return the content: the thought if the request asks for thoughts, the text and the calls."""
+        """Return the content: the thought if the request enables thoughts, the text and the calls."""
         message, thinking = self._call.message, self._request.thinking
         blocks: list[dict[str, Any]] = []
         if self._call.thought is not None and thinking and thinking.type != "disabled":

@@ -135,7 +135,7 @@ class AgentProgram:
         return EpisodeEnd.TERMINATED
 
     async def _run_once(self, session: Session, sample: TaskSample) -> Any:
-        """Return what the program gives as its reward, None if it gives nothing."""
+        """Return the reward that the program reports, or None if it reports none."""
         base_url = self._gateway.base_url(session)
         if callable(self._run):
             return await _call(self._run, base_url, sample)
@@ -214,7 +214,7 @@ class AgentProgram:
 def trajectory(
     session: Session, *, sample: TaskSample, end: EpisodeEnd, error: str | None = None, seconds: float = 0.0
 ) -> Trajectory:
-    """Return what a session has recorded as a trajectory."""
+    """Return the record of a session as a trajectory."""
     turns, segments = session.recorder.rollout()
     reward = sum(turn.reward for turn in turns)
     return Trajectory(
@@ -233,7 +233,7 @@ def trajectory(
 
 
 async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
-    """Call a function; a blocking one runs on a thread. Raises ``ProgramFailed`` where it raises."""
+    """Call a function, on a thread if it blocks. Raises ``ProgramFailed`` if it raises."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(base_url, sample)

@@ -60,17 +60,17 @@ class Call:
     asked: float = 0.0
     sampled: float = 0.0
     cut: bool = False
-    """Whether the token limit ended the answer."""
+    """True if the token limit ended the answer."""
     end: int = 0
     """Messages of the conversation up to and including the answer."""
     text_only: bool = False
-    """Whether the answer was sampled without calls, so that no JSON in its text is one."""
+    """True if calls were forbidden, so JSON in the text is never read as a call."""
     lost: bool = False
-    """Whether the program stopped waiting for the answer."""
+    """True if the program stopped waiting for the answer."""
 
     @property
     def settled(self) -> bool:
-        """Return whether the program has the answer."""
+        """Return True if the program has received the answer."""
         return self.completion is not None and not self.lost
 
     @property
@@ -91,13 +91,13 @@ class Conversation:
     agent: str
     tools: Sequence[ToolSpec]
     keys: list[Key]
-    """Keys of its messages, those of a call in progress included."""
+    """Keys of its messages, including the messages of a call in progress."""
     opening: Sequence[Message]
     calls: list[Call] = field(default_factory=list)
 
     @property
     def busy(self) -> bool:
-        """Return whether a call is in progress that the program waits for."""
+        """Return True if the program is waiting for a call in progress."""
         return bool(self.calls) and self.calls[-1].completion is None and not self.calls[-1].lost
 
     @property
@@ -243,12 +243,12 @@ class Recorder:
 
     @property
     def opening(self) -> Sequence[Message]:
-        """Return the messages in front of the first turn, or those of the first call if none was answered."""
+        """Return the messages before the first turn, or of the first call if no call was answered."""
         kept = [one for one in self._conversations if one.settled]
         return kept[0].opening if kept else self._first
 
     def rollout(self) -> tuple[list[Turn], list[Segment]]:
-        """Return the turns in the order in which they were sampled, and their segments."""
+        """Return the turns in sampling order, and their segments."""
         calls = [call for call in self._answered if call.settled and call in call.conversation.calls]
         kept = [conversation for conversation in self._conversations if conversation.settled]
         segments = [self._segment(one, number, kept, calls) for number, one in enumerate(kept)]
@@ -355,7 +355,7 @@ class Recorder:
         return self._chat.reply(new, after=before.message, tools=tools, stop=ids[-1] if stopped else None)
 
     def _cut(self, completion: Completion, stop: Sequence[str]) -> tuple[Completion, str | None]:
-        """Return the tokens up to one of the stop texts, and the text before it; None if there is none.
+        """Return the tokens up to a stop text and the text before it, or None if there is no stop text.
 
         Fewer tokens are the completion of an engine that stops there: its log-probabilities are the same.
         """
@@ -398,7 +398,7 @@ def _value(arguments: str) -> str:
 
 
 def _readable(message: Message) -> Message:
-    """Return an answer in which calls that could not be read are text, as the clients of the API expect."""
+    """Return an answer with unreadable calls as text, as clients of the API expect."""
     calls = message.tool_calls or ()
     if all(call.function.name for call in calls):
         return message
@@ -408,7 +408,7 @@ def _readable(message: Message) -> Message:
 
 
 def _with_ids(messages: Sequence[Message], before: Call) -> list[Message]:
-    """Return the messages with the recorded ids of calls, where the client has changed them."""
+    """Return the messages with the recorded ids of calls, even if the client has changed the ids."""
     given, recorded = messages[before.end - 1].tool_calls or (), before.message.tool_calls or ()
     ids = {one.id: other.id for one, other in zip(given, recorded, strict=False)}
     return [

@@ -59,7 +59,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """Return the tools. Raises ``InvalidRequest`` for one that is no function."""
+        """Return the tools. Raises ``InvalidRequest`` if a tool is not a function."""
         return [tool.spec() for tool, _ in self._functions]
 
     @property

@@ -71,9 +71,9 @@ MAX_REWARD = 1e12
 RETRY_HEADER = "x-stainless-retry-count"
 """Number of the retry, in every request of OpenAI's clients."""
 NOTICE_S = 0.1
-"""Time for the end of a connection to be noticed, where a client gives up and asks the same again at once."""
+"""Time to notice a closed connection, if a client gives up and repeats the request immediately."""
 AGENT_HEADER = "x-agentrl-agent"
-"""Name of the agent that calls, where a program has several."""
+"""Name of the calling agent, if a program has several."""
 SHARED = "default"
 """Key of the session of the calls that have none. It opens again after its end."""
 _BEARER = re.compile(r"^bearer ", re.IGNORECASE)
@@ -115,12 +115,12 @@ class Session:
         self.ignored = ignored
         self.recorder = Recorder(chat)
         self.rewarded = False
-        """Whether a reward was posted."""
+        """True if a reward was posted."""
         self.metrics: dict[str, float] = {}
         self.failure: EngineError | None = None
         """The last error of the engine, None once it has answered again."""
         self.context_full = False
-        """Whether the context ended the last conversation: its answer was cut, or its call refused."""
+        """True if the context limit ended the last conversation: its answer was cut or its call rejected."""
         self.started = time.time()
         """Unix time of the start."""
         self.last_used = self._started_s = time.monotonic()
@@ -205,7 +205,7 @@ class Session:
                 )
 
     def earlier(self, response_id: str) -> list[Message]:
-        """Return the conversation up to a response. Raises ``InvalidRequest`` if there is none of this id."""
+        """Return the conversation up to a response. Raises ``InvalidRequest`` if no response has this id."""
         if response_id not in self._conversations:
             raise InvalidRequest(
                 f"there is no response {response_id!r} in this session", param="previous_response_id"
@@ -299,7 +299,7 @@ class Session:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise what a chat template raises, which is anything, as ``InvalidRequest``."""
+    """Convert any exception of a chat template to ``InvalidRequest``."""
     try:
         yield
     except Exception as error:

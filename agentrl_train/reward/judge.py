@@ -85,7 +85,7 @@ class Judge:
         self._temperature = fields.pop("temperature")
         self._fixed = "temperature" in (body or {})
         self._refused = False
-        """Whether the endpoint has refused the default temperature."""
+        """True if the endpoint has rejected the default temperature."""
         self._options: dict[str, Any] = {"timeout": timeout, "body": fields}
         self._concurrency = asyncio.Semaphore(concurrency)
         self._asking: dict[str, asyncio.Task[float]] = {}
@@ -159,7 +159,7 @@ class Judge:
         return (value - low) / (high - low) if value is not None and low <= value <= high else None
 
     def _cached(self, digest: str) -> float | None:
-        """Return the score of a kept answer; a damaged file is none."""
+        """Return the score of a cached answer, or None if the file is damaged."""
         if self._cache is None:
             return None
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -29,7 +29,7 @@ def answer(trajectory: Trajectory) -> str:
 def rubric(
     trajectory: Trajectory, checks: Mapping[str, tuple[float, Callable[[Trajectory], float]]]
 ) -> float:
-    """Return the weighted mean of checks: 1 where all hold, 0 where none does.
+    """Return the weighted mean of checks: 1 if all pass, 0 if none does.
 
     Args:
         trajectory: the episode.
@@ -139,12 +139,12 @@ def most_repeated(units: Sequence[Hashable], size: int = 20) -> int:
 
 
 def void(trajectory: Trajectory) -> bool:
-    """Return whether a turn says nothing, neither text nor a call (after SimpleTIR, arXiv 2509.02479)."""
+    """Return True if a turn has neither text nor a call (after SimpleTIR, arXiv 2509.02479)."""
     return any(not (turn.message.content or turn.message.tool_calls) for turn in trajectory.turns)
 
 
 def repetitive(trajectory: Trajectory, *, size: int = 20, times: int = 10) -> bool:
-    """Return whether n-grams of tokens occur too often in a turn (SPEAR: one of 20 tokens, 10 times)."""
+    """Return True if an n-gram occurs too often in a turn (SPEAR: 20 tokens, 10 times)."""
     return any(most_repeated(turn.completion.token_ids, size) >= times for turn in trajectory.turns)
 
 

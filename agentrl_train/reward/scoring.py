@@ -127,7 +127,7 @@ def cosine_rise(step: int, last: int) -> float:
 
 
 def named(name: str, value: Any) -> dict[str, float]:
-    """Return the value of a reward function as scores; raises ``ValueError`` if it is none."""
+    """Return the value of a reward function as scores; raises ``ValueError`` if it has another type."""
     parts = value if isinstance(value, Mapping) else {"": value}
     scores = {f"{name}.{key}" if key else name: float(part) for key, part in parts.items()}
     for each, score in scores.items():

@@ -144,7 +144,7 @@ class Mixer:
 
     @property
     def has_planned(self) -> bool:
-        """Return whether changes are still to be applied."""
+        """Return True if changes are waiting to be applied."""
         return bool(self._planned)
 
     def split(self, task: str) -> str:
@@ -322,7 +322,7 @@ class WorkWindow:
 
     @property
     def complete(self) -> bool:
-        """Return whether all ``total_steps`` are trained."""
+        """Return True if all ``total_steps`` are trained."""
         return self._total_steps is not None and self._steps >= self._total_steps
 
     def admit(self, policy_version: int) -> AdmittedGroup | None:

@@ -111,7 +111,7 @@ def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
 def served_environments(
     config: RunConfig, given: Mapping[str, Given] = MappingProxyType({})
 ) -> AbstractAsyncContextManager[Served]:
-    """Return the context in which the environments of a run are served.
+    """Return the context that serves the environments of a run.
 
     ``given`` are environment classes and clients of this process, by the name that ``serve`` has for them.
     """
@@ -507,7 +507,7 @@ def saved_evaluator(
 def make_turn(
     config: RunConfig, *, policy: Policy, trace: Trace
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which the learner owns its devices; colocated engines sleep in it."""
+    """Return the context that gives the learner its devices; colocated engines sleep inside it."""
     if config.placement.layout != "colocated":
         return nullcontext
     learner = policy.learner

@@ -102,7 +102,7 @@ class Curriculum:
             del values[: -self._section.window]
 
     def _levels(self) -> dict[str, int]:
-        """Return the levels, those of tasks raised that succeed at theirs."""
+        """Return the levels, raised for each task that succeeds at its level."""
         levels = dict(self._mixer.levels)
         for task, splits in self._section.levels.items():
             values = self._success[task]

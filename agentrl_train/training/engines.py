@@ -42,7 +42,7 @@ def threads_each(run: RunSection, rollout: RolloutSection) -> int:
 
 
 def make_threads(run: RunSection, rollout: RolloutSection, *, apart: bool) -> tuple[Threads, Threads]:
-    """Return the CPU threads of the engine and those of the learner.
+    """Return the numbers of CPU threads of the engine and of the learner.
 
     They are the same, so that one takes all while the other waits, unless the engine is ``apart`` in other
     processes.
@@ -108,7 +108,7 @@ def make_engine(
 
 
 def _serving_options(processes: Processes, *, launcher: Launcher, path: str, threads: int) -> ServingOptions:
-    """Return the options of an engine process, but for those of the model."""
+    """Return the options of an engine process, except the options of the model."""
     engine, vllm = processes.engine, processes.engine.vllm
     on_cpu = engine.device == "cpu"
     options = ServingOptions(
@@ -216,7 +216,7 @@ def make_publisher(
 def _stale_weights(
     path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, torch.Tensor]:
-    """Return the weights of ``rollout.stale.model``. Raises ConfigError where its vocabulary is another."""
+    """Return the weights of ``rollout.stale.model``. Raises ConfigError if its vocabulary differs."""
     model, own = load_policy(path, dtype=dtype)
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(

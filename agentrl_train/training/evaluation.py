@@ -45,7 +45,7 @@ class Evaluation:
     attempts: int
     """Episodes per sample."""
     greedy: Sequence[Trajectory] = ()
-    """Greedily decoded episodes, one per sample, if asked for."""
+    """Greedily decoded episodes, one per sample, if ``eval.greedy`` is on."""
 
     @property
     def counted(self) -> list[Trajectory]:
@@ -202,7 +202,7 @@ class EvaluationJournal:
         temperature: float,
         greedy: bool,
     ) -> RunFile:
-        """Open the file of a task, or of its greedy episodes, with those of an interrupted evaluation.
+        """Open the file of a task, or of its greedy episodes, and keep episodes of an interrupted evaluation.
 
         Raises:
             EvaluationError: the file cannot be written, or has an evaluation with other settings.

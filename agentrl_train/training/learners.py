@@ -126,7 +126,7 @@ def make_critic(
 
 
 def limit_memory(share: float | None) -> None:
-    """Limit what this learner process allocates on its GPU to a share; None is without a limit."""
+    """Limit the GPU memory of this learner process to a share; None sets no limit."""
     if share is not None:
         torch.cuda.set_per_process_memory_fraction(share)
 

@@ -44,7 +44,7 @@ FAILURES: dict[EpisodeEnd, type[TrainError]] = {
     EpisodeEnd.FAILED_ENGINE: EngineBroken,
     EpisodeEnd.FAILED_REWARD: RewardUnavailable,
 }
-"""Errors of a run whose groups fail one after another; others are those of the environment."""
+"""Errors that end a run when group after group fails; other errors come from the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Loop:
         self._journal.prune(oldest_step)
 
     async def steps(self) -> AsyncGenerator[Step]:
-        """Yield each step once its groups are finished; close the iterator to cancel what is playing.
+        """Yield each step once its groups are finished; close the iterator to cancel running groups.
 
         A step counts as trained from the moment it is yielded, so that a checkpoint taken while it is
         processed includes it.

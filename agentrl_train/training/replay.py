@@ -37,7 +37,7 @@ class Kept:
     earned: float
     """Its return, penalties included."""
     step: int
-    """Step in which it was trained on first."""
+    """Step that first trained on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

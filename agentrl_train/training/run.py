@@ -68,7 +68,7 @@ PROBES = 3
 Evaluator = Callable[..., Awaitable[dict[str, Evaluation]]]
 """Evaluates a policy; a ``journal`` keeps the episodes."""
 CheckpointEvaluator = Callable[[Path, int, EvaluationJournal], Awaitable[dict[str, Evaluation]]]
-"""Evaluates the model in a folder, as that of a step, beside training."""
+"""Evaluates the model in a folder alongside training, and reports it for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class HeldOut:
     every: int = 0
     """Steps between two evaluations; 0 is only at the start and the end."""
     label: str
-    """Digest of what the results depend on, besides the step."""
+    """Digest of everything except the step that changes the results."""
     on: Callable[..., Evaluator | None]
     """Returns the evaluation on another number of ``samples`` per task."""
 
@@ -417,7 +417,7 @@ class Run:
         return self._evaluating is None or await self._unless_interrupted(self._evaluating)
 
     async def _repeat_evaluations(self, step: int) -> None:
-        """Evaluate what a resumed run has not: its step, or all checkpoints where that is done beside."""
+        """Run the evaluations that a resumed run lacks: of its step, or of all checkpoints if concurrent."""
         folder, every = self._folder / "checkpoints", self._held_out.every
         missing = [
             one
@@ -489,7 +489,7 @@ class Run:
         await self._observer.evaluated(Evaluations(step=step, tasks=results))
 
     async def _keep_best(self, success: float, *, step: int) -> None:
-        """Keep the model of a step, with a checkpoint if there is none, where its success is the best."""
+        """Keep the model of a step if its success is the best; write a checkpoint if the step has none."""
         if not self._checkpoints.best or success <= self._best:
             return
         self._best = success

@@ -132,7 +132,7 @@ class StepTrainer:
     def _rows(
         self, groups: Sequence[TrajectoryGroup], *, step: int
     ) -> tuple[list[TokenSequence], list[TokenSequence], float]:
-        """Return the rows to train on, those of replayed episodes, and the weight of the latter's loss."""
+        """Return the rows to train on, the rows of replayed episodes, and the loss weight of the latter."""
         if self._critic is not None:
             return self._critic.rows(groups), [], 0.0
         assert self._advantages is not None

@@ -347,7 +347,7 @@ class _Question(NamedTuple):
 
 
 class _Playing(Observer):
-    """A run in progress; an ``Observer`` that asks the caller's thread."""
+    """A run in progress; an ``Observer`` that forwards its calls to the caller's thread."""
 
     def __init__(self, config: RunConfig, *, resume: bool, given: Mapping[str, Any], silent: bool) -> None:
         self.silent = silent
@@ -383,7 +383,7 @@ class _Playing(Observer):
             future.cancel()
 
     def stop(self) -> None:
-        """End the run after the step in progress; at once if it has not started."""
+        """End the run after the step in progress, or immediately if it has not started."""
         self._thread.soon(self._stop)
 
     def close(self) -> None:
