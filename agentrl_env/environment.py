@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 class Environment(ABC):
     """Base class of a task: each session has its own instance, whose ``@tool`` methods are the model's tools.
 
-    Methods may be plain or ``async``. Plain ones run on a thread, unless ``blocking`` is False.
+    Methods can be plain or ``async``. Plain methods run on a thread, unless ``blocking`` is False.
     Tools return ``str | Message | list[Message] | Reply | Done``; raising ``ToolError`` answers the
     model; any other exception ends the session as ``failed_environment``.
 
-    A class whose settings have another type, or whose methods have other parameters than those below,
-    raises DefinitionError when it is defined.
+    Defining a class raises DefinitionError if a setting has another type, or a method has other parameters
+    than the method below.
     """
 
     name: ClassVar[str]
-    """The task's name; the class name in snake_case unless given."""
+    """Name of the task; by default the class name in snake_case."""
     splits: ClassVar[tuple[str, ...]] = ("train", "test")
     max_turns: ClassVar[int] = 20
     """Turns until the episode is truncated."""
     max_seconds: ClassVar[float | None] = None
     """Seconds until the episode is truncated, including the time between steps."""
     tool_timeout: ClassVar[float] = 30.0
-    """Seconds one tool call (or ``respond``, ``score``, ``expert``) may take."""
+    """Time limit in seconds of a tool call, ``respond``, ``score`` or ``expert``."""
     reset_timeout: ClassVar[float] = 60.0
-    """Seconds ``reset`` may take, and ``close``."""
+    """Time limit in seconds of ``reset`` and ``close``."""
     max_output_chars: ClassVar[int] = 1_000_000
-    """Characters that the answers to one message, or the opening, may have; what exceeds them is cut."""
+    """Limit of characters in the opening or in the answers to one message; longer text is cut."""
     blocking: ClassVar[bool] = True
-    """True if plain methods may block; False runs them on the event loop, for quick pure Python."""
+    """True runs plain methods on threads; False runs them on the event loop, for quick pure Python."""
     wording: ClassVar[Wording] = Wording()
     """The texts that a file can replace: messages, the descriptions of tools, and answers."""
 
@@ -80,7 +80,7 @@ class Environment(ABC):
         raise NotSupported(f"task {self.name!r} answers by its tools")
 
     def session_tools(self) -> Sequence[ToolSpec]:
-        """Return the tools of this session, after ``reset``; by default those of the task."""
+        """Return the tools of this session, after ``reset``; by default the tools of the task."""
         return self.tool_specs()
 
     def close(self) -> Any:
@@ -148,7 +148,7 @@ class Environment(ABC):
 
     @classmethod
     def overrides(cls, method: str) -> bool:
-        """Return whether the task overrides the default ``method``."""
+        """Return True if the task overrides the default ``method``."""
         return inspect.getattr_static(cls, method) is not vars(Environment)[method]
 
     @classmethod
@@ -180,7 +180,7 @@ class Environment(ABC):
                 result = session.step(ToolCall.of("guess", n=7))
 
         Args:
-            seed: Seed of the episode; by default that of the sample.
+            seed: Seed of the episode; by default the seed of the sample.
             index: Index of the sample; by default one is picked.
             split: Split of the dataset.
             sample: Data to use instead of the dataset's.

@@ -21,14 +21,14 @@ from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
 
 SUCCESS_REWARD = 1.0 - 1e-9
-"""An episode whose rewards sum to this is a success, unless ``score()`` says otherwise."""
+"""An episode with at least this sum of rewards is a success, unless ``score()`` overrides it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Content = str | Message | list[Message]
 Invoke = Callable[..., Awaitable[Any]]
 """Runs author code: ``await invoke(name, call_without_arguments, timeout_or_None)``."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What model APIs accept as the name of a tool."""
+"""Names of tools that model APIs accept."""
 _MARK = "__agentrl_tool__"
 
 
@@ -48,8 +48,8 @@ class Done(Reply):
     """A tool's last answer: the task has ended (``terminated``), with success or without.
 
     Attributes:
-        truncated: True where a limit of the task's own, such as one of steps, ended the episode and not the
-            task itself; the session is then ``truncated_turns``.
+        truncated: True if a limit of the task, such as a number of steps, ended the episode; the session is
+            then ``truncated_turns``.
     """
 
     _: KW_ONLY
@@ -76,7 +76,7 @@ def tool(
     Args:
         function: the method, when used without parentheses.
         name: tool name that the model sees; the method's name by default.
-        timeout: seconds a call may take, instead of the environment's ``tool_timeout``.
+        timeout: time limit of a call in seconds, instead of the environment's ``tool_timeout``.
     """
 
     def mark(method: F) -> F:
@@ -172,12 +172,12 @@ class Toolset:
 
 
 def is_tool(value: object) -> bool:
-    """Return whether an attribute of a class is marked with ``@tool``."""
+    """Return True if an attribute of a class is marked with ``@tool``."""
     return hasattr(getattr(value, "__func__", value), _MARK)
 
 
 def is_seconds(value: object) -> bool:
-    """Return whether a value is a number of seconds above 0; infinity means no limit."""
+    """Return True if a value is a number of seconds above 0; infinity means no limit."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -192,7 +192,7 @@ class TimeLimitReached(Exception):
 
 
 class LoopTimeSpent(Exception):
-    """The calls of a message have held the event loop for as long as one message may."""
+    """The calls of a message have held the event loop for the maximum time of one message."""
 
 
 class Player(Protocol):
@@ -235,7 +235,7 @@ class StepBuilder:
         """The author's method that was called last; errors name its place."""
 
     async def run(self, environment: Player, invoke: Invoke) -> None:
-        """Run the message's tool calls in order, or ``respond`` where it has none.
+        """Run the message's tool calls in order, or ``respond`` if it has none.
 
         Raises TimeLimitReached, and anything that author code raises except ToolError.
         """
@@ -342,7 +342,7 @@ class StepBuilder:
 def tool_messages(content: object, call_id: str, name: str) -> list[Message | ToolAnswer]:
     """Turn a tool's content into messages, exactly one of which answers the call.
 
-    Raises DefinitionError where the content is none of ``str | Message | list[Message]``.
+    Raises DefinitionError if the content is not ``str | Message | list[Message]``.
     """
     if isinstance(content, str):
         return [ToolAnswer(clean(content), call_id)]
@@ -359,7 +359,7 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message | To
 
 
 def bounded(content: object, room: int) -> tuple[object, int]:
-    """Cut the text of an author's content to ``room`` characters; return it and the room that is left."""
+    """Cut the text of an author's content to ``room`` characters; return it and the remaining room."""
     if isinstance(content, str):
         content = cut(content, room)
         return content, room - len(content)
@@ -379,7 +379,7 @@ def bounded(content: object, room: int) -> tuple[object, int]:
 
 
 def cut(text: str, room: int) -> str:
-    """Return at most the first ``room`` characters, with a note for the model where some are missing."""
+    """Return at most the first ``room`` characters, with a note for the model if text was cut."""
     kept = max(room, 0)
     if len(text) <= kept:
         return text
@@ -389,7 +389,7 @@ def cut(text: str, room: int) -> str:
 def as_messages(content: object, where: str) -> list[Message]:
     """Turn ``str | Message | list[Message]`` into messages; text becomes a user message.
 
-    Raises DefinitionError where it is something else, or cannot be sent as JSON.
+    Raises DefinitionError if it has another type, or cannot be encoded as JSON.
     """
     if isinstance(content, str):
         return [Message(role="user", content=clean(content))]

@@ -31,7 +31,7 @@ class _Frozen(BaseModel):
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 _absent = partial(operator.is_, None)
-"""True if a field is left out of the dumped message, as OpenAI's format does."""
+"""True if a field is omitted from the dumped message, as in OpenAI's format."""
 
 
 class FunctionCall(_Frozen):
@@ -146,7 +146,7 @@ class SplitInfo(_Frozen):
 
     num_samples: int | None = None
     ids: tuple[str, ...] | None = Field(default=None, exclude_if=_absent)
-    """Names of the samples, in order, where they have names and are not too many; numbers select them too."""
+    """Names of the samples in order, if they have names and are not too many; numbers select them too."""
 
 
 class TaskInfo(_Frozen):
@@ -191,7 +191,7 @@ class Counts(_Frozen):
     """Everything that one serving process has counted since its start; it goes with heartbeats."""
 
     source: str = Field(min_length=1, max_length=64)
-    """Id of the process, which stays the same where its server takes another id."""
+    """Id of the process; it stays the same if the server takes another id."""
     tasks: dict[str, TaskCounts] = Field(default_factory=dict)
     tools: dict[str, dict[str, Durations]] = Field(default_factory=dict)
     """Durations of tool calls by task and tool."""
@@ -211,7 +211,7 @@ class ServerSummary(_Frozen):
     """Number of openings that wait for capacity."""
     draining: bool = False
     stale: bool = False
-    """True where the operator wants no new sessions here."""
+    """True if the operator has stopped new sessions here."""
     heard_s: float = 0.0
     """Seconds since the last heartbeat."""
     version: str = ""
@@ -263,7 +263,7 @@ class FleetInfo(_Frozen):
     counts: dict[str, TaskCounts] = Field(default_factory=dict)
     """Counts by task."""
     history: tuple[FleetPoint, ...] = ()
-    """Points after ``since``, oldest first, if the request has it; at most those of the last hour."""
+    """Points after ``since``, oldest first, if the request has it; at most one hour of points."""
 
 
 class SessionStatus(StrEnum):

@@ -19,7 +19,7 @@ NUM_CALLS = 256
 """Number of random calls, drawn before the measurement and then repeated."""
 
 STOP_S = 10.0
-"""Seconds that calls get to end after the measurement; those of a slow task are cancelled then."""
+"""Grace period for calls at the end of the measurement; slower calls are then cancelled."""
 
 
 class LoadResult(BaseModel):

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 class SessionBackend(Protocol):
     """Makes the calls of the protocol.
 
-    Methods raise the WireError that is answered; those over a network also ServerUnreachable, CallTimeout
-    and ProtocolError.
+    Methods raise the WireError of the answer; over a network also ServerUnreachable, CallTimeout and
+    ProtocolError.
     """
 
     async def call(self, call: Call, request: BaseModel) -> Any:
@@ -63,7 +63,7 @@ class SessionBackend(Protocol):
         """Play one assistant message; repeating a ``seq`` returns the same result."""
 
     async def aclose(self) -> None:
-        """Close connections, or the sessions themselves where they live in this process."""
+        """Close the connections, or the sessions if they live in this process."""
 
 
 class EnvClient:
@@ -147,12 +147,12 @@ class EnvClient:
         """Open a session.
 
         Args:
-            task: name of the task; optional where there is one only.
+            task: name of the task; optional if there is only one.
             split: of the dataset.
-            index: sample of the split; None picks one, by the seed where there is one.
+            index: sample of the split; None picks a sample, by the seed if there is a seed.
             seed: seed of the episode; None derives it from the sample.
             sample: data to use instead of the dataset's.
-            wait: seconds to wait in the fair queue of a full server; 0 raises ServerFull at once.
+            wait: seconds to wait in the fair queue of a full server; 0 raises ServerFull immediately.
         """
         request = _request(task, split, index, seed, sample, wait)
         return ClientSession(self.backend, await self.backend.call(OPEN, request))
@@ -169,8 +169,8 @@ class EnvClient:
     ) -> list[ClientSession]:
         """Open ``n`` sibling sessions of the same problem in one call.
 
-        All of them open, or those that did are closed and the first error is raised. The other arguments are
-        those of ``open``.
+        If one of them cannot be opened, the others are closed and the first error is raised. The other
+        arguments are the same as for ``open``.
         """
         request = _request(task, split, index, seed, sample, wait)
         opened = await self.open_batch(siblings(request, n))
@@ -215,7 +215,7 @@ class OpenedSession:
     def agent_token(self) -> str | None:
         """Token that permits to step and read this session only.
 
-        None where the server has no token, and in a session that was resumed rather than opened.
+        None if the server has no token, or if the session was resumed rather than opened.
         """
         return self.info.agent_token
 
@@ -261,9 +261,9 @@ class ClientSession(OpenedSession):
     async def step(self, message: Message | ToolCall | str | Mapping[str, Any]) -> StepResult:
         """Play one assistant message, given as a message, one call, text, or a dict in OpenAI chat format.
 
-        Raises TypeError where it is something else. Raises WireError (SessionEnded, SessionExpired, ...),
-        ServerUnreachable, CallTimeout. After the last two the step may have happened; the same ``step``
-        again is safe.
+        Raises TypeError for any other type. Raises WireError (SessionEnded, SessionExpired, ...),
+        ServerUnreachable, CallTimeout. After the last two, the step might have happened; it is safe to
+        repeat the same ``step``.
         """
         if not isinstance(message, Message):
             message = _assistant_message(message)
@@ -279,10 +279,10 @@ class ClientSession(OpenedSession):
     async def fork(self, n: int = 1) -> list[ClientSession]:
         """Return ``n`` new sessions that continue from the state of this one.
 
-        Each occupies a place of the server and is closed like one that was opened.
+        Each counts as an open session of the server and must be closed.
 
-        Raises NotSupported where the task has no ``snapshot`` (capability ``fork``), ServerFull where
-        there is no room for all of them, SessionEnded, InvalidRequest.
+        Raises NotSupported if the task has no ``snapshot`` (capability ``fork``), ServerFull if the
+        server has no room for all of them, SessionEnded, InvalidRequest.
         """
         if n < 1:
             raise InvalidRequest(f"n: must be at least 1, got {n}")
@@ -291,9 +291,9 @@ class ClientSession(OpenedSession):
         return [ClientSession(self._backend, info) for info in answer.sessions]
 
     async def close(self) -> None:
-        """End the session; idempotent, and without a call where the episode has ended.
+        """End the session; idempotent. Makes no call if the episode has ended.
 
-        Where the client is closed, a session of a server ends with its lease.
+        If the client is closed, a session on a server ends with its lease.
         """
         if not self.status.final:
             with contextlib.suppress(ClientClosed):

@@ -48,7 +48,7 @@ M = TypeVar("M", bound=BaseModel)
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 RETRIED = (502, 503, 504)
 MIN_STEPS = 32
-"""Steps that a batch may always hold; smaller batches cost more requests than they save time."""
+"""Size up to which batches always grow; smaller batches cost more requests than they save time."""
 MAX_STEPS = 128
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
@@ -69,15 +69,15 @@ class HttpBackend:
     """The sessions of the server at ``url``; a ``SessionBackend``.
 
     Connects lazily, once per event loop. Every call is safe to repeat (``seq`` numbers steps, ``request_id``
-    names openings), so that lost answers and restarts are retried.
+    names openings), so calls are retried after lost answers and restarts.
 
     Args:
         url: address of the server. With ``http://`` and ``https://`` the first call uses HTTP, later ones the
             WebSocket that the server announces; with ``ws://`` and ``wss://`` all calls use the WebSocket.
         token: its token, without the white space around it; the variable AGENTRL_TOKEN by default.
         timeout: seconds for one call, retries included.
-        patience: seconds that a server may be unreachable before a call fails.
-        max_connections: HTTP requests that may be under way at once.
+        patience: seconds for which a server can be unreachable before a call fails.
+        max_connections: limit of concurrent HTTP requests.
     """
 
     def __init__(
@@ -262,9 +262,9 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Send one step, in a batch where there are others.
+        """Send one step, batched with other steps if there are any.
 
-        Raises what the senders raise, and InvalidRequest where the message cannot be sent as JSON.
+        Raises the errors of the senders, and InvalidRequest if the message cannot be encoded as JSON.
         """
         loop = asyncio.get_running_loop()
         try:

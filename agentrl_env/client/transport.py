@@ -41,9 +41,9 @@ from agentrl_env.wire import (
 
 CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_TIMEOUT_S = 10.0
-"""Seconds until another controller is asked as well; a running step is waited for there too."""
+"""Seconds until the call is sent to another controller too; it also waits for a running step."""
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-"""Size of one answer, to bound what a broken server can make a client hold."""
+"""Upper bound of one answer, which limits the memory that a broken server can fill."""
 MAX_CHUNKS, MIN_CHUNK_BYTES = 10_000, 16
 """Number of pieces of an answer above which they must have this size on average: each takes time to read."""
 RECONNECT_S = 60.0
@@ -84,7 +84,7 @@ class HttpTransport:
     Args:
         url: address of the server.
         headers: of every request.
-        max_connections: requests that may be under way at once.
+        max_connections: limit of concurrent requests.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
@@ -153,7 +153,7 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 class WebSocketTransport:
-    """Calls to one server over one WebSocket, which is opened when needed, and again when it was lost."""
+    """Calls to one server over one WebSocket, which is opened on demand and reopened if it is lost."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -173,8 +173,8 @@ class WebSocketTransport:
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
         """Make a call and return its answer, as HTTP would answer it.
 
-        Raises TimeoutError, OSError where the connection fails, ProtocolError where the server has no
-        WebSocket, ServerUnreachable after ``aclose``.
+        Raises TimeoutError, OSError if the connection fails, ProtocolError if the server has no WebSocket,
+        ServerUnreachable after ``aclose``.
         """
         number = next(self._numbers)
         fields = body[1:] if len(body) > 2 else b"}"
@@ -187,7 +187,7 @@ class WebSocketTransport:
             return await self._connection.call(number, frame)
 
     async def connect(self) -> None:
-        """Open the connection where it is not open. Raises what ``send`` does."""
+        """Open the connection if it is closed. Raises the errors of ``send``."""
         async with self._connecting:
             if self._closed:
                 raise ServerUnreachable("this client is closed")
@@ -332,7 +332,7 @@ def _refusal(error: InvalidStatus) -> AgentRLError | OSError:
 
 
 class ServerTransport:
-    """Calls to one server over its WebSocket where it offers one that can be opened, else over HTTP.
+    """Calls to one server over its WebSocket if one can be opened, else over HTTP.
 
     Args:
         http: carries calls until an answer has announced the WebSocket.
@@ -375,10 +375,10 @@ class ServerTransport:
 class FailoverTransport:
     """Calls to a fleet with several controllers.
 
-    Asking twice is safe: every call returns the same answer again, at any controller.
+    Repeating a call is safe: it returns the same answer at any controller.
 
     Args:
-        transports: one for each controller; the first one to ask is drawn at random.
+        transports: one for each controller. Calls start with a random controller.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
@@ -386,7 +386,7 @@ class FailoverTransport:
         self._preferred = random.SystemRandom().randrange(len(transports))
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
-        """Make a call; raises what the transports raise once each has failed, or at the timeout."""
+        """Make a call; raises an error of the transports after all have failed, or at the timeout."""
         loop = asyncio.get_running_loop()
         end, failures = loop.time() + timeout, 0
         while True:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 RESET_OPTIONS = {"index", "sample", "split"}
 """The keys of ``reset(options=...)`` that choose the problem."""
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds to wait for a session to close; after that its lease ends it."""
+"""Seconds to wait for a session to close; then it ends with its lease."""
 FAILURES: dict[SessionStatus, type[WireError]] = {
     SessionStatus.FAILED_ENVIRONMENT: EnvironmentFailed,
     SessionStatus.EXPIRED: SessionExpired,

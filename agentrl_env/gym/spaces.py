@@ -116,7 +116,7 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
     a dict or a pydantic object, such as the OpenAI client's), and plain text. A dict or an object that is
     neither becomes a call without the name of a tool, which every environment counts as invalid.
 
-    Raises TypeError where the action is something else.
+    Raises TypeError for any other type.
     """
     check_action(action)
     try:

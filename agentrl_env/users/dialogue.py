@@ -230,7 +230,7 @@ class Dialogue:
         return [line.text for line in self.lines if line.speaker == "assistant"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals of the dialogue so far, for ``score``. A model's are added once one was asked."""
+        """Return the totals of the dialogue so far, for ``score``, with a model's after its first request."""
         own = [line for line in self.lines if line.speaker == "user"]
         totals = {"user_messages": float(len(own)), "user_calls": float(sum(len(o.calls) for o in own))}
         if requests := sum(line.requests for line in own):
@@ -280,8 +280,8 @@ def _hidden_part(line: Utterance) -> dict[str, Any]:
 def visible_text(text: str) -> str:
     """Return a text without the thoughts in it, which no other participant reads.
 
-    An unfinished thought extends to the end of the text. A thought whose beginning is missing, because the
-    prompt has it, reaches to its end.
+    A thought without an end extends to the end of the text. A thought without a start, which is in the
+    prompt, extends from the start of the text.
     """
     rest = _OPENED_BEFORE.sub("", _CLOSED.sub("", text))
     return _CHANNEL.sub("", rest).strip()
