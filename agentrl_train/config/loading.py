@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_train.config.paths import absolute, base_folder
-from agentrl_train.config.run_config import RunConfig
+from agentrl_train.config.run_config import GatewayConfig, RunConfig
 from agentrl_train.config.toml import apply_override, merge, problems, read_toml
 from agentrl_train.errors import ConfigError
 
@@ -47,10 +47,17 @@ def gateway_config(model: str, overrides: Sequence[str] = ()) -> RunConfig:
         "eval": {"samples": 0},
     }
     failure = "the gateway cannot be started; please correct"
-    return validated(table, overrides, base=Path.cwd(), failure=failure)
+    return validated(table, overrides, base=Path.cwd(), failure=failure, kind=GatewayConfig)
 
 
-def validated(table: dict[str, Any], overrides: Sequence[str] = (), *, base: Path, failure: str) -> RunConfig:
+def validated(
+    table: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    base: Path,
+    failure: str,
+    kind: type[RunConfig] = RunConfig,
+) -> RunConfig:
     """Return the configuration of a raw table with overrides, and with its preset below.
 
     Args:
@@ -58,6 +65,7 @@ def validated(table: dict[str, Any], overrides: Sequence[str] = (), *, base: Pat
         overrides: ``section.key=value``, applied last.
         base: folder that paths are relative to.
         failure: first line of the error.
+        kind: class of the configuration.
 
     Raises:
         ConfigError: the table is invalid; with all problems in one message.
@@ -66,10 +74,10 @@ def validated(table: dict[str, Any], overrides: Sequence[str] = (), *, base: Pat
         apply_override(table, override)
     table, unknown = _with_preset(table, base)
     context = base_folder(base)
-    if found := [*problems(table, RunConfig, context=context), *unknown]:
+    if found := [*problems(table, kind, context=context), *unknown]:
         lines = "\n".join(f"  - {problem}" for problem in found)
         raise ConfigError(f"{failure}:\n{lines}")
-    return RunConfig.model_validate(table, context=context)
+    return kind.model_validate(table, context=context)
 
 
 def _with_preset(table: dict[str, Any], base: Path) -> tuple[dict[str, Any], list[str]]:

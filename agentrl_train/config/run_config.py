@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -44,6 +44,9 @@ CONTEXTS_FRACTION = 0.05
 
 class RunConfig(Section):
     """The configuration of a run."""
+
+    trains: ClassVar[bool] = True
+    """False if nothing is trained on what the engine samples."""
 
     run: RunSection
     model: ModelSection
@@ -193,7 +196,7 @@ class RunConfig(Section):
         ]
         rollout = self.rollout
         found += algorithm_problems(self)
-        if self.engine.temperature == 0.0:
+        if self.trains and self.engine.temperature == 0.0:
             found.append(
                 "engine.temperature = 0 makes all siblings of a group equal, which gives no learning signal: "
                 "use a temperature above 0; eval.temperature = 0 evaluates greedily"
@@ -278,3 +281,9 @@ class RunConfig(Section):
         if former:
             names = [name for name in names if (name in before and name in now) or name.startswith(FIXED)]
         return {name: (before.get(name, "not set"), now.get(name, "not set")) for name in names}
+
+
+class GatewayConfig(RunConfig):
+    """The configuration of a gateway by itself, which can answer greedily."""
+
+    trains = False

@@ -146,3 +146,10 @@ def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path, monkeypatch: pyte
 def test_gateway_of_a_missing_model_names_it() -> None:
     with pytest.raises(ConfigError, match="there is no /nowhere/model"):
         gateway_config("/nowhere/model")
+
+
+def test_gateway_can_answer_greedily_but_a_run_cannot(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    assert gateway_config(str(tmp_path / "model"), ["engine.temperature=0"]).engine.temperature == 0.0
+    with pytest.raises(ConfigError, match="no learning signal"):
+        load_config(config, ["engine.temperature=0"])
