@@ -71,8 +71,8 @@ class ResponseRequest(SamplingFields):
     def _functions(self) -> list[tuple[Function, tuple[str, str] | None]]:
         """Return the functions, those of a namespace with their origin: the namespace, their name in it."""
         found: list[tuple[Function, tuple[str, str] | None]] = []
-        for number, tool in enumerate(self.tools or ()):
-            found += _functions(tool, within=f"tools.{number}")
+        for number, given in enumerate(self.tools or ()):
+            found += _functions(given, within=f"tools.{number}")
         names = [tool.name for tool, _ in found]
         for tool, origin in found:
             if origin and names.count(tool.name) > 1:

@@ -229,8 +229,10 @@ def _band(curves: Sequence[Points], *, episodes: float | None) -> list[list[floa
     rows: list[list[float | None]] = []
     for x in xs:
         values = [_at(x, curve) for curve in curves]
-        by_chance = episodes is not None and len(set(values)) > 1
-        found = (share_interval(values, episodes=episodes) if by_chance else interval(values)) or {}
+        if episodes is None or len(set(values)) == 1:
+            found = interval(values) or {}
+        else:
+            found = share_interval(values, episodes=episodes) or {}
         rows.append([_rounded(x), *(_rounded(found[key]) for key in ("mean", "low", "high"))])
     return rows
 
