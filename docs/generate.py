@@ -97,16 +97,21 @@ def evidence(name: str) -> str:
     found = json.loads((ROOT / "docs/evidence" / f"{name}.json").read_text())
     rows = [
         f"![{name}](evidence/{name}.svg)\n",
-        f"| variant | success | greedy | area | difference to `{found['baseline']}` | episodes | processor |",
-        "|---|---|---|---|---|---|---|",
+        f"| variant | area | difference to `{found['baseline']}` | p | success | greedy | episodes | processor |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for variant in found["variants"]:
-        final, change = variant["final"], variant["difference"]["success"]
-        above = f"<br>above in {change['above']} of {change['n']}"
-        paired = "" if variant["name"] == found["baseline"] else _shares(change, sign="+") + above
-        shares = " | ".join(_shares(final[key]) for key in ("success", "greedy", "area"))
+        final, change = variant["final"], variant["difference"]["area"]
+        paired = adjusted = ""
+        if variant["name"] != found["baseline"] and change is None:
+            paired = "other tasks"
+        elif variant["name"] != found["baseline"]:
+            paired = f"{_shares(change, sign='+')}<br>above in {change['above']} of {change['n']}"
+            adjusted = f"{change['p_holm']:.2g}" if change["p_holm"] >= 1e-3 else "< 0.001"
+        area, success = (_shares(final[key]) for key in ("area", "success"))
+        greedy = f"{100 * final['greedy']['mean']:.1f}" if final["greedy"] else ""
         cost = f"{variant['samples']:,.0f} | {variant['processor_s']:.0f} s"
-        rows.append(f"| `{variant['name']}` | {shares} | {paired} | {cost} |")
+        rows.append(f"| `{variant['name']}` | {area} | {paired} | {adjusted} | {success} | {greedy} | {cost} |")
     tasks = list(dict.fromkeys(task for variant in found["variants"] for task in variant["tasks"]))
     if len(tasks) > 1:
         rows += ["", f"| success by task | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]

@@ -17,7 +17,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.sweep.plan import load_sweep
 from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
-from tests.benchmarks.paper.__main__ import EVIDENCE, REAL, TITLES, write_evidence
+from tests.benchmarks.paper.__main__ import EVIDENCE, POLICIES, REAL, TITLES, write_evidence
 from tests.benchmarks.paper.policy import small_tokenizer, write_policy
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,8 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the sweeps whose policy has been written, as ``make paper`` does first."""
     root = tmp_path_factory.mktemp("checkout")
     write_policy(root / "runs/paper/policy")
+    for seed in range(POLICIES):
+        (root / f"runs/paper/policies/{seed}").mkdir(parents=True)
     (root / "runs/paper/rooms").mkdir()
     for half in ("front", "back"):
         (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
@@ -45,7 +47,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sweep_of_the_paper_is_valid_and_has_its_seeds(name: str, paper: Path) -> None:
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert sweep.config.name == name
-    assert len(sweep.config.seeds) == (3 if name in REAL else 5)
+    assert len(sweep.config.seeds) == (3 if name in REAL else POLICIES if name == "lengths" else 5)
 
 
 @pytest.mark.extended
@@ -76,7 +78,11 @@ def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert [one["name"] for one in found["variants"]] == list(sweep.config.changes)
     assert found["seeds"] == list(sweep.config.seeds)
-    assert all(one["final"]["success"]["n"] == len(found["seeds"]) for one in found["variants"])
+    for one in found["variants"]:
+        assert one["final"]["success"]["n"] == len(found["seeds"])
+        assert all(0 <= share["low"] < share["high"] <= 1 for share in (one["final"]["success"], one["final"]["area"]))
+        tested = one["difference"]["area"]
+        assert tested is None or (one["name"] == found["baseline"]) == ("p_holm" not in tested)
     assert ElementTree.parse(EVIDENCE / f"{name}.svg").getroot().tag.endswith("svg")
     assert f"<!-- generated: evidence {name} -->" in (ROOT / "docs/evidence.md").read_text()
 
@@ -178,6 +184,7 @@ def test_evidence_of_a_sweep_is_a_figure_and_short_numbers(tmp_path: Path) -> No
             "samples": 640.0,
             "wall_s": 20.0,
             "processor_s": 12.0,
+            "runs": [{"final": {"success": 0.3, "greedy": None, "area": 0.2}}] * 2,
             "curves": {"held_out_success": {"samples": [[0.0, 0.1, 0.0, 0.2], [640.0, 1 / 3, 0.1, 0.5]]}},
         }
         for name in ("one", "two")
@@ -187,4 +194,5 @@ def test_evidence_of_a_sweep_is_a_figure_and_short_numbers(tmp_path: Path) -> No
     short = json.loads((tmp_path / "presets.json").read_text())
     assert short["variants"][0]["final"]["success"]["mean"] == 0.3333
     assert "curves" not in short["variants"][0]
+    assert short["variants"][0]["runs"] == {"success": [0.3] * 2, "greedy": [None] * 2, "area": [0.2] * 2}
     assert 'class="band"' in (tmp_path / "presets.svg").read_text()

@@ -26,6 +26,7 @@ EVIDENCE = ROOT / "docs/evidence"
 TITLES = {
     "task_normalization": "Two tasks, rewarded by 1 and by 100",
     "presets": "A combination lock",
+    "lengths": "Two words, in turns of one to six letters",
     "staleness": "Two choices, groups up to four steps old",
     "states": "Three doors, seen again after a mistake",
     "turn_rewards": "Four choices, each with its reward",
@@ -42,9 +43,13 @@ TITLES = {
 """Sweep -> title of its figure, in the order of the page."""
 REAL = {"real": "SmolLM2-135M: shop, database and recipes"}
 """The same for a language model of 135 million parameters."""
+POLICIES = 10
+"""Initial policies of the sweeps in which every seed has its own."""
 BEFORE = {"two_policies": ["specialists"]}
 """Sweep -> those that train its models."""
 KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
+OF_RUN = ("success", "greedy", "area")
+"""Final values that are kept of every run, in the order of the seeds."""
 
 
 def write_evidence(found: Mapping[str, Any], folder: Path) -> None:
@@ -54,7 +59,11 @@ def write_evidence(found: Mapping[str, Any], folder: Path) -> None:
     svg = figure(found, "held_out_success", title=f"{(TITLES | REAL)[name]}: held-out success")
     (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
     short = {key: found[key] for key in ("name", "seeds", "baseline", "interval", "area_samples")}
-    short["variants"] = [{key: one[key] for key in KEPT} for one in found["variants"]]
+    short["variants"] = [
+        {key: one[key] for key in KEPT}
+        | {"runs": {key: [run["final"][key] for run in one["runs"]] for key in OF_RUN}}
+        for one in found["variants"]
+    ]
     (folder / f"{name}.json").write_text(json.dumps(_rounded(short), indent=1) + "\n", encoding="utf-8")
 
 
@@ -74,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     write_policy(ROOT / "runs/paper/policy")
+    for seed in range(POLICIES):
+        write_policy(ROOT / f"runs/paper/policies/{seed}", seed=seed)
     if "real" in options.names and not (imitation := ROOT / "runs/paper/imitation").exists():
         config = load_config(ROOT / "examples/real/smollm2-135m.toml")
         sft(config, output=imitation)
