@@ -111,7 +111,9 @@ def evidence(name: str) -> str:
         area, success = (_shares(final[key]) for key in ("area", "success"))
         greedy = f"{100 * final['greedy']['mean']:.1f}" if final["greedy"] else ""
         cost = f"{variant['samples']:,.0f} | {variant['processor_s']:.0f} s"
-        rows.append(f"| `{variant['name']}` | {area} | {paired} | {adjusted} | {success} | {greedy} | {cost} |")
+        rows.append(
+            f"| `{variant['name']}` | {area} | {paired} | {adjusted} | {success} | {greedy} | {cost} |"
+        )
     tasks = list(dict.fromkeys(task for variant in found["variants"] for task in variant["tasks"]))
     if len(tasks) > 1:
         rows += ["", f"| success by task | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from agentrl_env import EnvClient
 from agentrl_env.types import Message, ToolCall
+from agentrl_train.batch import token_weights
 from agentrl_train.chat import ChatFormat
 from agentrl_train.sweep.plan import load_sweep
+from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
 from tests.benchmarks.paper.__main__ import EVIDENCE, POLICIES, REAL, TITLES, write_evidence
@@ -72,6 +75,36 @@ def test_run_of_the_paper_repeats_its_finding(paper: Path) -> None:
         assert tasks[task]["success"]["mean"] > 0.9
 
 
+def test_variants_of_lengths_weigh_the_tokens_of_unequal_turns_differently(paper: Path) -> None:
+    """On one batch, the gradients differ by more than a factor."""
+    sizes, rewards = (2, 5, 12, 3), np.array([1.0, 0.5, 0.0, 0.0])
+    pulls = []
+    for run in load_sweep(paper / "lengths.toml", cores=2).runs[:3]:
+        algorithm = run.config.algorithm
+        advantages = rewards - rewards.mean()
+        sequences = [
+            TokenSequence(
+                token_ids=np.zeros(size, np.int64),
+                loss_mask=np.ones(size, np.float32),
+                logprobs=np.zeros(size, np.float32),
+                versions=np.zeros(size, np.int64),
+                advantages=np.full(size, advantage, np.float32),
+                task="words",
+                group_id=0,
+            )
+            for size, advantage in zip(sizes, advantages, strict=True)
+        ]
+        weights = token_weights(
+            sequences, aggregation=algorithm.aggregation.name, constant_tokens=algorithm.constant_tokens
+        )
+        pull = np.concatenate([one.advantages * each for one, each in zip(sequences, weights, strict=True)])
+        pulls.append((run.variant, algorithm.scale.name, pull / np.linalg.norm(pull)))
+    (_, _, grpo), (_, scaled, token_mean), (_, unscaled, constant) = pulls
+    assert grpo @ token_mean < 0.9
+    assert grpo @ constant < 0.9
+    assert (scaled, unscaled) == ("std", "none")  # these two differ by the spread of each group
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str, paper: Path) -> None:
     found = json.loads((EVIDENCE / f"{name}.json").read_text())
@@ -80,7 +113,10 @@ def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str
     assert found["seeds"] == list(sweep.config.seeds)
     for one in found["variants"]:
         assert one["final"]["success"]["n"] == len(found["seeds"])
-        assert all(0 <= share["low"] < share["high"] <= 1 for share in (one["final"]["success"], one["final"]["area"]))
+        assert all(
+            0 <= share["low"] < share["high"] <= 1
+            for share in (one["final"]["success"], one["final"]["area"])
+        )
         tested = one["difference"]["area"]
         assert tested is None or (one["name"] == found["baseline"]) == ("p_holm" not in tested)
     assert ElementTree.parse(EVIDENCE / f"{name}.svg").getroot().tag.endswith("svg")
