@@ -97,7 +97,8 @@ def evidence(name: str) -> str:
     found = json.loads((ROOT / "docs/evidence" / f"{name}.json").read_text())
     rows = [
         f"![{name}](evidence/{name}.svg)\n",
-        f"| variant | area | difference to `{found['baseline']}` | p | success | greedy | episodes | processor |",
+        f"| variant | area | difference to `{found['baseline']}` | p | success | greedy "
+        "| episodes | processor |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for variant in found["variants"]:

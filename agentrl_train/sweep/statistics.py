@@ -76,7 +76,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def t_tails(t: float, degrees: int) -> float:
-    """Return the probability that Student's t is further from 0 than ``t`` (Abramowitz and Stegun, 26.7.3)."""
+    """Return the probability that Student's t is further from 0 than ``t``."""
+    # Abramowitz and Stegun, 26.7.3 and 26.7.4
     angle = math.atan(abs(t) / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
