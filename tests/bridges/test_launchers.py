@@ -191,20 +191,21 @@ async def test_patch_of_a_harbor_folder_is_graded_by_its_hidden_tests(repairs: b
         "mkdir -p /logs/verifier\nPYTHONPATH=. python3 /tests/check.py && reward=1 || reward=0\n"
         "echo $reward >/logs/verifier/reward.txt\n"
     )
-    folder = write_task(tmp_path / "repairs/lengths", test=test, files=files).parent
+    for split in ("train", "test"):
+        write_task(tmp_path / "repairs" / split / "lengths", test=test, files=files)
     patch = "sed -i 's/3.048/0.3048/' lengths.py" if repairs else "echo '# fine' >>lengths.py"
     commands = ["cat lengths.py; ls /tests", patch, SUBMIT]
     trajectory = await play(
         lambda _, count: bash(commands[count - 1]),
         episode=replace(EPISODE, task="repairs"),
-        task=f"harbor:{folder}",
+        task=f"harbor:{tmp_path / 'repairs'}",
     )
     assert trajectory.error is None
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TERMINATED, float(repairs))
     assert "metres() of lengths.py is wrong" in str(trajectory.opening[-1].content)
     listing = replies(trajectory)[0]
     assert "feet * 3.048" in listing
-    assert "cannot access '/tests'" in listing
+    assert "No such file or directory" in listing  # the tests are hidden
     sampled = [turn.completion.token_ids for turn in trajectory.turns]
     assert sampled == [CHAT.completion(bash(command)) for command in commands]
     assert len(trajectory.segments) == 1
