@@ -156,7 +156,7 @@ def test_toml_block_is_parsed_by_its_command(
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-@pytest.mark.parametrize("block", [b for b in BLOCKS if "curl" in b.text], ids=str)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "curl" in b.text and URL in b.text], ids=str)
 def test_requests_of_curl_are_answered(block: Block, server: str, tmp_path: Path) -> None:
     (tmp_path / "token.txt").write_text(TOKEN)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
