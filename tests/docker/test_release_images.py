@@ -1,6 +1,9 @@
 """The images of a release, built from the wheels of the working tree."""
 
+import io
+import json
 import shutil
+import tarfile
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +12,7 @@ from agentrl_env import EnvClient, ToolCall, __version__
 from agentrl_env.server.auth import link_token
 from release.dist import build as build_distributions
 from tests.docker.conftest import ROOT
-from tests.docker.daemon import bridge_address
+from tests.docker.daemon import bridge_address, run
 from tests.processes import until
 
 TOKEN = "SRLhZ9Qe-only-for-this-test"
@@ -32,8 +35,21 @@ def context(wheels, wheelhouse, bridge):
     return wheels
 
 
-def build_offline(client, role, context):
-    """Build the image of a role without its extras and return its name."""
+@pytest.fixture(scope="module")
+def trainer_context(wheels, base, tmp_path_factory):
+    """Collect the wheels of the working tree and of all that the trainer needs, PyTorch for the CPU too."""
+    folder = tmp_path_factory.mktemp("trainer")
+    for wheel in wheels.glob("agentrl_*.whl"):
+        shutil.copy(wheel, folder)
+    (kit,) = folder.glob("agentrl_kit-*.whl")
+    download = ["/usr/bin/python3", "-m", "pip", "download", "--quiet", "--dest", folder]
+    done = run(*download, "-c", ROOT / "constraints.txt", f"{kit}[train]", timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def build_offline(client, role, context, extras=""):
+    """Build the image of a role and return its name."""
     name = f"agentrl-{role}:{__version__}"
     client.images.build(
         path=str(context),
@@ -42,7 +58,7 @@ def build_offline(client, role, context):
         rm=True,
         forcerm=True,
         network_mode="none",
-        buildargs={"PIP_NO_INDEX": "1", "EXTRAS": ""},
+        buildargs={"PIP_NO_INDEX": "1", "EXTRAS": extras},
     )
     return name
 
@@ -94,3 +110,33 @@ def test_controller_places_sessions_on_a_server_of_the_other_image(client, base,
         until(lambda: "shop" in fleet.tasks(), "the server joins")
         with fleet.open("shop", seed=1) as session:
             assert session.status == "running"
+
+
+def file_of(container, path):
+    """Return the content of a file in a container."""
+    pieces, _ = container.get_archive(path)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
+        return archive.extractfile(archive.getmembers()[0]).read()
+
+
+@pytest.mark.extended
+def test_trainer_trains_two_steps_without_a_network(client, trainer_context, nothing_left):
+    image = build_offline(client, "trainer", trainer_context, extras="train")
+    assert client.images.get(image).attrs["Config"]["User"] == "65532:65532"
+    settings = client.containers.run(image, ["settings"], remove=True, network_mode="none").decode()
+    assert "groups_per_step" in settings
+    changes = ["run.steps=2", "eval.samples=4", "rollout.groups_per_step=3", "rollout.group_size=2"]
+    options = [part for change in changes for part in ("--set", change)]
+    container = client.containers.create(
+        image, ["quickstart", *options], init=True, network_mode="none", cap_drop=["ALL"]
+    )
+    try:
+        container.start()
+        assert container.wait(timeout=900)["StatusCode"] == 0, container.logs().decode()[-2000:]
+        summary = json.loads(file_of(container, "/work/runs/quickstart/summary.json"))
+        assert summary["policy_version"] == 2
+        assert set(summary["tasks"]) == {"household", "shop", "sql"}
+        checkpoint = "/work/runs/quickstart/checkpoints/step_000002/model/config.json"
+        assert json.loads(file_of(container, checkpoint))["model_type"]
+    finally:
+        container.remove(force=True)
