@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any
 
 from agentrl_env.environment import find_class
-from agentrl_env.errors import AgentRLError
 from agentrl_env.evaluation.record import EpisodeRecord, TurnRecord, read_run
 from agentrl_env.evaluation.statistics import wilson_interval
 from agentrl_env.tools import toolset
@@ -49,6 +48,7 @@ serve = ["{target}"]
 max_sessions = {samples}
 max_context = {max_context}
 max_new_tokens = {max_new_tokens}
+completion_timeout_s = 3600.0
 
 [rollout]
 max_turns = {{{task} = {max_turns}}}
@@ -127,9 +127,13 @@ def summary(episodes: Sequence[EpisodeRecord], tools: Collection[str]) -> dict[s
 
 
 def evaluate(model: str, task: str, *, samples: int, threads: int) -> dict[str, Any]:
-    """Return the figures of a model on a task, or the reason why it cannot be played here."""
+    """Return the figures of a model on a task, or the reason why it cannot be played here.
+
+    Raises:
+        EnvironmentUnavailable: more than half of the episodes failed, so that there is no figure.
+    """
     from agentrl_train.cli.evaluating import evaluate_and_record  # imports PyTorch, which takes seconds
-    from agentrl_train.errors import TrainError
+    from agentrl_train.errors import ConfigError
     from agentrl_train.training.trainer import Trainer
 
     target = ROOT / "environments" / FOLDERS.get(task, task)
@@ -142,7 +146,7 @@ def evaluate(model: str, task: str, *, samples: int, threads: int) -> dict[str, 
     try:
         evaluate_and_record(Trainer(config), path=model, output=folder)
         tools = list(toolset(find_class(str(target))).tools)
-    except (AgentRLError, TrainError) as error:
+    except ConfigError as error:
         return {"skipped": str(error).replace(f"{ROOT}/", "")}
     return summary(read_run(folder / task).counted, tools) | limits
 
@@ -169,11 +173,17 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12, help="episodes of each task")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch")
     options = parser.parse_intermixed_args()
+    from agentrl_train.errors import TrainError
+
     for task in options.tasks or TASKS:
         known = read_results(EVIDENCE / f"{options.model}.json").get(task, {})
         if known.get("episodes", 0) >= options.samples:
             continue
-        result = evaluate(options.model, task, samples=options.samples, threads=options.threads)
+        try:
+            result = evaluate(options.model, task, samples=options.samples, threads=options.threads)
+        except TrainError as error:
+            print(f"{task} has no figures: {error}", flush=True)
+            continue
         if "skipped" not in known and "episodes" in known and "skipped" in result:
             continue
         write_result(options.model, task, result)
