@@ -230,7 +230,7 @@ def _answer_problem(action: Message, result: StepResult) -> str | None:
 async def expert(context: CheckContext) -> CheckOutcome:
     """Does asking the expert leave the episode as it is, so that it can be asked at any time?"""
     if not context.has_expert:
-        return skipped("No expert is available, or oracle reports that it fails.")
+        return skipped("The task has no expert that works; see the check oracle.")
     count = 0
     async for asked, problem in context.asked_twice(4):
         count += 1

@@ -34,7 +34,7 @@ _ROLLOUTS = TypeAdapter(list[Rollout])
 
 
 class CannotRead(Exception):
-    """The process did not print the answer; the text is its last line."""
+    """The process did not print the answer; the text is the reason."""
 
 
 def target_of(environment: type[Environment]) -> str | None:
@@ -107,7 +107,11 @@ def _ask(target: str, question: Mapping[str, Any], hash_seed: int, timeout: floa
             env=variables,
             timeout=timeout,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise CannotRead(
+            f"it did not answer within {timeout:g} s. If the machine is busy, use a longer deadline."
+        ) from None
+    except OSError as error:
         raise CannotRead(str(error)) from None
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode or not lines:

@@ -37,7 +37,7 @@ class _ExpertBroke(Exception):
 async def knowledge(context: CheckContext) -> CheckOutcome:
     """Does the expert use only what the messages have said?"""
     if not context.has_expert:
-        return skipped("No expert is available, or oracle reports that it fails.")
+        return skipped("The task has no expert that works; see the check oracle.")
     if context.environment is None:
         return skipped("Not visible from outside: the expert runs in the server.")
     moves: dict[str, tuple[str, str]] = {}

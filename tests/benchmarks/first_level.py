@@ -2,8 +2,7 @@
 
 Plays the first samples of each task's ``test`` split greedily, before any training, like ``agentrl-train
 eval``. The episodes are in ``runs/first_level``. An interrupted command continues when it is repeated. The
-figures of each task are written to ``docs/evidence/first_level/MODEL.json``, from which ``python -m
-docs.generate`` makes the table of docs/environments.md.
+figures of each task are written to ``docs/evidence/first_level/MODEL.json``.
 """
 
 from __future__ import annotations

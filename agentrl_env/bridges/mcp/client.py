@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -33,6 +32,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
+from agentrl_env.bridges.mcp.sdk import missing_sdk
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.environment import Environment
 from agentrl_env.errors import TargetError, ToolError
@@ -40,7 +40,6 @@ from agentrl_env.tools import Done
 from agentrl_env.types import Message, TaskSample
 
 LOAD_S = 60.0
-INSTALL = "this needs the MCP SDK; install the extra: pip install 'agentrl-kit[mcp]'"
 _NUMBERS = {"max_turns": int, "tool_timeout": float, "reset_timeout": float}
 _FUNCTIONS = ("reward", "samples")
 _TEXTS = ("name", "prompt")
@@ -134,8 +133,8 @@ def mcp_task(
     if env and _is_url(server):
         raise TargetError(f"{server}: environment variables need a command; give a URL headers")
     endpoint = Endpoint(address=server, env=env or {}, headers=headers or {})
-    if importlib.util.find_spec("mcp") is None:
-        raise TargetError(INSTALL)
+    if reason := missing_sdk():
+        raise TargetError(f"{server} {reason}")
     loop = LoopThread()
     try:
         name, instructions, tools = loop.run(_describe(endpoint), LOAD_S)

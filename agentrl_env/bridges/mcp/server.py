@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 import json
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from agentrl_env.bridges.episode import CHOICE, Episode
+from agentrl_env.bridges.mcp.sdk import missing_sdk
 from agentrl_env.errors import InvalidRequest, NotSupported, WireError
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api
@@ -35,7 +35,6 @@ from agentrl_env.session.pool import VERSION
 from agentrl_env.types import Message, StepResult
 from agentrl_env.wire import MAX_WAIT_S
 
-INSTALL = "this server has no MCP; install the extra: pip install 'agentrl-kit[mcp]'"
 HEADER = "x-agentrl-"
 """Prefix of the headers that choose the problem."""
 PROMPT = "opening"
@@ -111,8 +110,8 @@ class McpEndpoint:
     async def _started(self) -> Any:
         async with self._starting:
             if self._manager is None:
-                if importlib.util.find_spec("mcp") is None:
-                    raise NotSupported(INSTALL)
+                if reason := missing_sdk():
+                    raise NotSupported(f"MCP {reason}")
                 self._manager = await asyncio.to_thread(_manager)
                 ready = asyncio.Event()
                 self._serving = asyncio.create_task(_serve(self._manager, ready))

@@ -4,13 +4,14 @@ import asyncio
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import httpx
 import pytest
 
 from agentrl_env import Done, EnvClient, Environment, Message, tool
-from agentrl_env.bridges.mcp import server as mcp_server
+from agentrl_env.bridges.mcp import sdk
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
@@ -229,9 +230,15 @@ async def test_controller_serves_the_tasks_of_its_servers():
         await front.stop()
 
 
-async def test_server_without_the_sdk_names_the_extra(serving, monkeypatch):
+@pytest.mark.parametrize("installed", [None, "2.0.0"])
+async def test_server_without_the_first_version_of_the_sdk_names_the_extra(serving, monkeypatch, installed):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
     server = await serving(Guess)
-    monkeypatch.setattr(mcp_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sdk, "version", version)
     async with httpx.AsyncClient() as http:
         call = {"jsonrpc": "2.0", "id": 1, "method": "initialize"}
         answer = await http.post(f"{server.url}/mcp/guess", json=call)

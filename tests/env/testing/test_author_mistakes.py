@@ -16,6 +16,7 @@ from agentrl_env.errors import UnknownSample
 from agentrl_env.hosting.loader import load_target
 from agentrl_env.testing import Verdict, check_environment, checker, context, run_checks
 from agentrl_env.testing.checks import CHECKS
+from agentrl_env.testing.fresh_process import CannotRead, read_in_process
 from tests.env.testing.test_checker import Guess, failing, only, report_on, verdicts
 from tests.env.thread_server import server_on_thread
 
@@ -574,3 +575,8 @@ def test_reply_with_long_parts_counts_as_output():
             return Reply("y" * 300_000)
 
     assert "300,000 characters" in report_on(Parts, checks=only("random_play", "output"))["output"].evidence
+
+
+def test_process_that_does_not_answer_in_time_is_named_with_the_remedy():
+    with pytest.raises(CannotRead, match="did not answer within 0 s.* use a longer deadline"):
+        read_in_process("environments/shop", {"test": [0]}, hash_seed=0, timeout=0)
