@@ -578,5 +578,5 @@ def test_reply_with_long_parts_counts_as_output():
 
 
 def test_process_that_does_not_answer_in_time_is_named_with_the_remedy():
-    with pytest.raises(CannotRead, match="did not answer within 0 s.* use a longer deadline"):
+    with pytest.raises(CannotRead, match=r"did not answer within 0 s.* use a longer deadline"):
         read_in_process("environments/shop", {"test": [0]}, hash_seed=0, timeout=0)

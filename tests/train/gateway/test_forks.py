@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from agentrl_env.types import Message, TaskSample
+from agentrl_env.types import TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.batch import pack, sequences, token_weights
 from agentrl_train.chat import ChatFormat
@@ -95,8 +95,7 @@ class Client:
     def rendered(body: dict[str, Any]) -> list[int]:
         """Return the prompt of a server that renders the messages of each call."""
         asked = ChatRequest.model_validate(body)
-        messages: list[Message] = [message.message() for message in asked.messages]
-        return QWEN3.opening(messages, asked.tools or ())
+        return QWEN3.opening(asked.conversation, asked.tools or ())
 
 
 async def play(client: Client) -> tuple[ThinkingEngine, TrajectoryGroup]:
