@@ -18,6 +18,7 @@ import torch
 from agentrl_train.config import EngineSection, LoraSection, ModelSection, TrainSection
 from agentrl_train.learner.lora import add_adapters, is_adapter
 from agentrl_train.models.architecture import CHUNKED, FULL, SLIDING, layer_types
+from agentrl_train.models.packed import SMALLEST_MODEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +100,12 @@ def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[s
     cache = sum(sessions.values()) * engine.max_context * size.cached * number
     if engine.kind == "vllm":
         cache = int(engine.vllm.args.get("kv_cache_memory_bytes", VLLM_CPU_CACHE)) * len(sessions)
-    return {"weights": float(len(sessions) * size.parameters * number), "key/value cache": float(cache)}
+    weights = float(len(sessions) * size.parameters * number)
+    parts = {"weights": weights, "key/value cache": float(cache)}
+    on_cpu = engine.kind == "torch" and engine.device == "cpu"
+    if on_cpu and not engine.deterministic and size.parameters >= SMALLEST_MODEL:
+        parts["packed weights"] = weights
+    return parts
 
 
 def learner_memory(
