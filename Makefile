@@ -5,6 +5,7 @@ VLLM := .venv-vllm
 MCP2 := .venv-mcp2
 AGENTRL := .venv-agentrl
 HARBOR := .venv-harbor
+INSTRUCTOR := .venv-instructor
 NPM_AGENTS := @anthropic-ai/claude-code@2.1 opencode-ai@1.18 @openai/codex@0.171
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -58,7 +59,7 @@ docker: $(VENV)/.dev  ## tests in containers; starts a Docker daemon of its own 
 	-@.ci/system-packages docker.io docker-compose iproute2 python3-venv python3-pip debian-archive-keyring
 	$(BIN)/python -m pytest -m docker tests/docker $(ARGS)
 
-bridges: $(VENV)/.bridges $(VENV)/.npm $(AGENTRL)/.installed $(MCP2)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
+bridges: $(VENV)/.bridges $(VENV)/.npm $(AGENTRL)/.installed $(MCP2)/.installed $(INSTRUCTOR)/.installed $(HARBOR)/.installed  ## the real peers of other protocols: AgentRL, OpenEnv, MCP, TRL, Harbor, agents' SDKs
 	$(BIN)/python -m pytest -m bridges -n $(TEST_PROCESSES) --dist loadfile \
 		tests/bridges tests/env/bridges tests/environments/test_bridges.py $(ARGS)
 
@@ -82,6 +83,11 @@ $(AGENTRL)/.installed: constraints-agentrl.txt
 $(MCP2)/.installed:  # OpenEnv needs the first version of the SDK
 	test -x $(MCP2)/bin/python || $(PYTHON) -m venv $(MCP2)
 	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install 'mcp>=2.3,<3'
+	touch $@
+
+$(INSTRUCTOR)/.installed:  # it needs another version of rich than OpenEnv
+	test -x $(INSTRUCTOR)/bin/python || $(PYTHON) -m venv $(INSTRUCTOR)
+	$(INSTRUCTOR)/bin/python -m pip --disable-pip-version-check --quiet install 'instructor>=1.17,<2'
 	touch $@
 
 $(HARBOR)/.installed:  # Harbor needs Python 3.12; where it cannot be installed its test is skipped
@@ -168,7 +174,7 @@ dist: $(VENV)/.dev  ## wheels and source distributions of HEAD into dist/, insta
 	$(BIN)/python -m release.dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(HARBOR) site
+	rm -rf $(VENV) $(VLLM) $(AGENTRL) $(MCP2) $(INSTRUCTOR) $(HARBOR) site
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14

@@ -90,6 +90,7 @@ CASES = {
     "agents_sdk": Case(by_json, ("openai-agents",), sends=("text",)),
     "agents_sdk_chat": Case(by_json, ("openai-agents",), sends=("response_format",)),
 }
+INSTRUCTOR = ROOT / ".venv-instructor/bin/python"
 TRAINED = ("anthropic", "smolagents_tools", "pydantic_ai", "mini_swe_agent")
 
 
@@ -154,3 +155,19 @@ async def test_client_trains_for_two_steps_on_exactly_what_was_sampled(name: str
         group, failed = await play(getattr(client_programs, name), engine)
         assert [one.error for one in failed] == []
         train_on_what_was_sampled(learner, engine, group, max_tokens=40_000)
+
+
+@pytest.mark.skipif(not INSTRUCTOR.exists(), reason="instructor is not installed: make bridges")
+@pytest.mark.parametrize(
+    ("mode", "final", "sends"),
+    [("TOOLS", by_tool("Sum", "value"), "tool_choice"), ("JSON_SCHEMA", by_json, "response_format")],
+)
+async def test_instructor_plays_an_episode_from_its_own_environment(
+    mode: str, final: Any, sends: str, bodies: list[dict[str, Any]]
+) -> None:
+    engine = Speaker(lambda number, count: final(sum(SAMPLE.values()) + number % 2))
+    group, failed = await play([str(INSTRUCTOR), "tests/bridges/instructor_program.py", mode], engine)
+    assert [one.error for one in failed] == []
+    assert [one.reward for one in group.trajectories] == [1.0, 0.0]
+    assert [len(one.turns) for one in group.trajectories] == [1, 1]
+    assert all(body[sends] for body in bodies)
