@@ -105,8 +105,11 @@ REACH = {
 }
 """Python programs that try to reach the host or a part of the kernel; ``REACHED`` in the output is a breach."""
 HOLD = {
-    "processes": "import os,time,sys\nfor i in range(8):\n if os.fork()==0:\n  try: b=bytearray({mb}<<20); b[::4096]=b'x'*len(b[::4096])\n"
-    "  except MemoryError: os._exit(1)\n  os.write(1,b'HELD {mb}\\n'); time.sleep(3); os._exit(0)\ntime.sleep(4)",
+    "processes": "import os,time\nheld=[]\nfor i in range(8):\n r,w=os.pipe()\n if (p:=os.fork())==0:\n"
+    "  try: b=bytearray({mb}<<20); b[::4096]=b'x'*len(b[::4096])\n  except MemoryError: os._exit(1)\n"
+    "  os.write(w,b'x'); time.sleep(9); os._exit(0)\n os.close(w); os.set_blocking(r,False); held.append((p,r))\n"
+    "time.sleep(4)\nfor p,r in held:\n try: full=os.read(r,1)\n except BlockingIOError: full=b''\n"
+    " if full and os.waitpid(p,os.WNOHANG)==(0,0): os.write(1,b'HELD {mb}\\n')",
     "memory_files": "import os,time\nfor i in range(40):\n f=os.memfd_create('x')\n for n in range({mb}):\n"
     "  os.write(f,b'x'*(1<<20))\n  os.write(1,b'HELD 1\\n')",
     "shared_memory": "import ctypes,os,time\nl=ctypes.CDLL(None); l.shmat.restype=ctypes.c_void_p\nfor i in range(8):\n"
