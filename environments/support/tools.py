@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any, ClassVar
 
@@ -74,6 +75,23 @@ class DeskTools:
     def _record(self, table: str, key: str) -> dict | None:
         """Return a record as it is in this episode; None if there is none."""
         return self.changes.get(key) if key in self.changes else self.tables[table].get(key)
+
+    def _existing(self, table: str, key: str) -> dict:
+        """Return a record as it is in this episode. Raises ToolError if there is none."""
+        if (record := self._record(table, key)) is None:
+            raise ToolError(f"There is no {table.removesuffix('s')} {key}.")
+        return record
+
+    def _customer(self, customer_id: str) -> dict:
+        return self._existing("customers", customer_id)
+
+    def _copied(self, table: str, key: str, status: str) -> dict:
+        """Return a copy of a record, to be changed and kept. Raises ToolError if its status differs."""
+        record = self._existing(table, key)
+        if record["status"] != status:
+            kind = table.removesuffix("s").capitalize()
+            raise ToolError(f"{kind} {key} is not {status} but {record['status']}.")
+        return copy.deepcopy(record)
 
     def _keep(self, key: str, record: dict) -> dict:
         self.changes[key] = record

@@ -360,15 +360,8 @@ class AirlineTools(DeskTools):
         given = {"booking_id": booking_id, "leg": leg, "amount": amount}
         return self._saved("give_compensation", given, booking, customer)
 
-    def _customer(self, customer_id: str) -> dict:
-        if (customer := self._record("customers", customer_id)) is None:
-            raise ToolError(f"There is no customer {customer_id}.")
-        return customer
-
     def _booking(self, booking_id: str) -> dict:
-        if (booking := self._record("bookings", booking_id)) is None:
-            raise ToolError(f"There is no booking {booking_id}.")
-        return booking
+        return self._existing("bookings", booking_id)
 
     def _flight(self, flight: FlightOnDay) -> dict:
         if (row := self.tables["flights"].get(key_of(flight))) is None:

@@ -166,22 +166,11 @@ class ShopTools(DeskTools):
         given = {"order_id": order_id, "replacements": _plain(replacements), "payment_id": payment_id}
         return self._answer("exchange_items", given, self._keep(order_id, order))
 
-    def _customer(self, customer_id: str) -> dict:
-        if (customer := self._record("customers", customer_id)) is None:
-            raise ToolError(f"There is no customer {customer_id}.")
-        return customer
-
     def _order(self, order_id: str) -> dict:
-        if (order := self._record("orders", order_id)) is None:
-            raise ToolError(f"There is no order {order_id}.")
-        return order
+        return self._existing("orders", order_id)
 
     def _edited(self, order_id: str, status: str) -> dict:
-        """Return a copy of an order, to be changed and kept. Raises ToolError if its status differs."""
-        order = self._order(order_id)
-        if order["status"] != status:
-            raise ToolError(f"Order {order_id} is not {status} but {order['status']}.")
-        return copy.deepcopy(order)
+        return self._copied("orders", order_id, status)
 
     def _check_payment(self, order: dict, payment_id: str) -> dict:
         methods = {m["payment_id"]: m for m in self._customer(order["customer_id"])["payment_methods"]}

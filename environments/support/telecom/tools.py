@@ -181,26 +181,13 @@ class TelecomTools(DeskTools):
 
     def line(self, number: str) -> dict:
         """Return a line as it is in this episode. Raises ToolError if there is none."""
-        if (line := self._record("lines", number)) is None:
-            raise ToolError(f"There is no line {number}.")
-        return line
-
-    def _customer(self, customer_id: str) -> dict:
-        if (customer := self._record("customers", customer_id)) is None:
-            raise ToolError(f"There is no customer {customer_id}.")
-        return customer
+        return self._existing("lines", number)
 
     def _bill(self, bill_id: str) -> dict:
-        if (bill := self._record("bills", bill_id)) is None:
-            raise ToolError(f"There is no bill {bill_id}.")
-        return bill
+        return self._existing("bills", bill_id)
 
     def _edited(self, number: str, status: str) -> dict:
-        """Return a copy of a line, to be changed and kept. Raises ToolError if its status differs."""
-        line = self.line(number)
-        if line["status"] != status:
-            raise ToolError(f"Line {number} is not {status} but {line['status']}.")
-        return copy.deepcopy(line)
+        return self._copied("lines", number, status)
 
     def _check_payment(self, bill: dict, payment_id: str) -> None:
         customer = self._customer(self.line(bill["number"])["customer_id"])
