@@ -8,6 +8,8 @@ from functools import cache
 from statistics import fmean, stdev, variance
 from typing import Any
 
+from agentrl_env.evaluation.statistics import wilson_interval
+
 LEVEL = 0.05
 """Largest adjusted p-value of a finding; intervals cover 1 - LEVEL."""
 INTERVAL = "95 % interval of the mean over seeds"
@@ -45,15 +47,8 @@ def share_interval(values: Sequence[float], *, episodes: float) -> dict[str, Any
     trials = float(count)
     if of_mean := variance(values) / count:
         trials = min(count * episodes, mean * (1.0 - mean) / of_mean)
-    return {"mean": mean, **wilson(mean, trials, t_quantile(count - 1)), "n": count}
-
-
-def wilson(share: float, trials: float, quantile: float) -> dict[str, float]:
-    """Return the ends of Wilson's interval of a share of successful trials."""
-    excess = quantile**2 / trials
-    centre = (share + excess / 2) / (1 + excess)
-    half = math.sqrt(share * (1 - share) * excess + excess**2 / 4) / (1 + excess)
-    return {"low": max(0.0, centre - half), "high": min(1.0, centre + half)}
+    low, high = wilson_interval(mean * trials, trials, t_quantile(count - 1))
+    return {"mean": mean, "low": low, "high": high, "n": count}
 
 
 def p_value(differences: Sequence[float]) -> float | None:
