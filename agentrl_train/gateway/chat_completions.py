@@ -174,7 +174,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def legacy(self) -> bool:
-        """True if the tools are ``functions``, whose calls are answered as ``function_call``."""
+        """True if the request has ``functions``. Their calls are answered as ``function_call``."""
         return bool(self.functions)
 
     def check(self) -> None:

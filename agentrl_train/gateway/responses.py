@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -67,9 +68,9 @@ class ResponseRequest(SamplingFields):
         """Return the functions of namespaces: their names for the policy -> namespace, name in it."""
         return {tool.name: origin for tool, origin in self._functions if origin}
 
-    @property
+    @cached_property
     def _functions(self) -> list[tuple[Function, tuple[str, str] | None]]:
-        """Return the functions, those of a namespace with their origin: the namespace, their name in it."""
+        """Each function with its origin, a namespace and its name there, or None without a namespace."""
         found: list[tuple[Function, tuple[str, str] | None]] = []
         for number, given in enumerate(self.tools or ()):
             found += _functions(given, within=f"tools.{number}")
@@ -117,7 +118,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def _functions(tool: dict[str, Any], *, within: str) -> Iterator[tuple[Function, tuple[str, str] | None]]:
-    """Yield the function that a tool is, or those of a namespace with their origin.
+    """Yield the functions of a tool, each with its origin in a namespace or None.
 
     The description of a namespace opens the descriptions of its functions.
     """

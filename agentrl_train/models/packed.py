@@ -1,4 +1,4 @@
-"""Linear layers whose weights an engine keeps in the layout in which the processor multiplies them.
+"""Linear layers with weights in the processor's own layout, for an engine on a CPU.
 
 A pass that decodes has few rows. The plain product of a row-major weight then spends much of its time on
 rearranging the weight, again in every pass. oneDNN rearranges it once for each version of the weights.
@@ -17,7 +17,7 @@ ROWS = 32
 SMALLEST = 2**16
 """Weights of the smallest layer that is packed."""
 SMALLEST_MODEL = 2**24
-"""Weights of the layers of the smallest model that is packed; those of smaller ones stay in the caches."""
+"""Least number of weights in linear layers to try packing. The weights of smaller models stay in caches."""
 TRIED = 2**22
 """Weights of the product that is measured, more than the caches of a core hold."""
 GAIN = 1.15
