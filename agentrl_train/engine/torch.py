@@ -30,8 +30,13 @@ from agentrl_train.errors import (
     EngineOutOfMemory,
     ran_out_of_memory,
 )
-from agentrl_train.models.architecture import has_masks, layer_kinds
-from agentrl_train.models.packed import pack, packing_pays, repack
+from agentrl_train.models.architecture import (
+    has_masks,
+    layer_kinds,
+    pack_weights,
+    packing_pays,
+    repack_weights,
+)
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
 
 logger = logging.getLogger(__name__)
@@ -85,7 +90,7 @@ class TorchEngine:
         if not deterministic and packing_pays(models["current"]):
             logger.info("packed weights are multiplied faster on this processor")
             for model in models.values():
-                pack(model)
+                pack_weights(model)
         self.max_context = max_context
         self._deadline_s = deadline_s
         self._threads = threads or Threads()
@@ -191,7 +196,7 @@ class TorchEngine:
             with self._trace.span(TRACK, f"load weights {policy_version}", policies=list(policies)):
                 for name in policies:
                     self._replicas[name].load(state, policy_version=policy_version)
-                    repack(self._replicas[name].model)
+                    repack_weights(self._replicas[name].model)
 
         self._between_steps(load, doing="load new weights")
 

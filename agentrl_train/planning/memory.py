@@ -17,8 +17,7 @@ import torch
 
 from agentrl_train.config import EngineSection, LoraSection, ModelSection, TrainSection
 from agentrl_train.learner.lora import add_adapters, is_adapter
-from agentrl_train.models.architecture import CHUNKED, FULL, SLIDING, layer_types
-from agentrl_train.models.packed import SMALLEST_MODEL
+from agentrl_train.models.architecture import CHUNKED, FULL, SLIDING, SMALLEST_PACKED_MODEL, layer_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +102,7 @@ def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[s
     weights = float(len(sessions) * size.parameters * number)
     parts = {"weights": weights, "key/value cache": float(cache)}
     on_cpu = engine.kind == "torch" and engine.device == "cpu"
-    if on_cpu and not engine.deterministic and size.parameters >= SMALLEST_MODEL:
+    if on_cpu and not engine.deterministic and size.parameters >= SMALLEST_PACKED_MODEL:
         parts["packed weights"] = weights
     return parts
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.models import packed
-from agentrl_train.models.packed import PackedLinear, pack, packing_pays, repack
+from agentrl_train.models import architecture
+from agentrl_train.models.architecture import PackedLinear, pack_weights, packing_pays, repack_weights
 from agentrl_train.types import SamplingParams
 from tests.tiny_models import make_model
 
@@ -19,8 +19,8 @@ pytestmark = needs_onednn
 
 @pytest.fixture
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SMALLEST", 1)
-    monkeypatch.setattr(packed, "SMALLEST_MODEL", 1)
+    monkeypatch.setattr(architecture, "SMALLEST_PACKED_LAYER", 1)
+    monkeypatch.setattr(architecture, "SMALLEST_PACKED_MODEL", 1)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 100])
@@ -49,13 +49,13 @@ def test_packed_model_keeps_its_parameters_and_follows_new_weights(small_layers:
     model, other = make_model(seed=0), make_model(seed=1)
     names = [name for name, _ in model.named_parameters()]
     ids = torch.arange(3, 20)[None]
-    pack(model)
+    pack_weights(model)
     assert any(isinstance(module, PackedLinear) for module in model.modules())
     assert [name for name, _ in model.named_parameters()] == names
     with torch.inference_mode():
         model.load_state_dict(other.state_dict())
         assert not torch.allclose(model(ids).logits, other(ids).logits, atol=1e-4)
-        repack(model)
+        repack_weights(model)
         torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_small_models_and_tensors_of_other_dtypes_are_not_packed() -> None:
 def test_engine_with_packed_weights_has_the_logprobs_of_new_weights(
     small_layers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "GAIN", 0.0)
+    monkeypatch.setattr(architecture, "LEAST_GAIN", 0.0)
     context = list(range(3, 15))
     other = make_model(seed=1)
 
