@@ -80,9 +80,10 @@ $(AGENTRL)/.installed: constraints-agentrl.txt
 	$(AGENTRL)/bin/python -m pip --disable-pip-version-check --quiet install -r constraints-agentrl.txt
 	touch $@
 
-$(MCP2)/.installed:  # OpenEnv needs the first version of the SDK
+$(MCP2)/.installed: pyproject.toml  # OpenEnv needs the first version of the SDK
 	test -x $(MCP2)/bin/python || $(PYTHON) -m venv $(MCP2)
 	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install 'mcp>=2.3,<3'
+	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e .
 	touch $@
 
 $(INSTRUCTOR)/.installed:  # it needs another version of rich than OpenEnv

@@ -100,8 +100,6 @@ class Episode:
         self.status = info.status
         self.turn: int | None = info.turn
         """Number of steps taken; None where the answer of the last one was lost."""
-        self.joined = False
-        """True once the connection takes care of its end."""
         self._api = api
         self._calls = 0
         self._playing = asyncio.Lock()

@@ -1,5 +1,6 @@
 """Public MCP servers of npm and PyPI as tasks: every tool described, called and answered."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mcp import ClientSession, StdioServerParameters
+from mcp.client.stdio import get_default_environment, stdio_client
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.bridges.mcp.client import Connection, Endpoint, mcp_task
+from agentrl_env.bridges.mcp.client import mcp_task
 from agentrl_env.client.schema_sampler import sample_json
 
 pytestmark = [pytest.mark.bridges, pytest.mark.extended]
@@ -79,11 +82,12 @@ def command_of(package: str, folder: Path) -> str:
 
 async def described_by(command: str) -> dict[str, object]:
     """Return the schemas of a server's tools, as its own SDK reads them."""
-    connection = Connection(Endpoint(address=command, env=KEYS, headers={}))
-    try:
-        return {tool.name: tool.inputSchema for tool in (await (await connection.open()).list_tools()).tools}
-    finally:
-        await connection.close()
+    program, *arguments = shlex.split(command)
+    environment = {**get_default_environment(), **KEYS}
+    parameters = StdioServerParameters(command=program, args=arguments, env=environment)
+    async with stdio_client(parameters) as streams, ClientSession(*streams) as session:
+        await session.initialize()
+        return {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools}
 
 
 @pytest.mark.parametrize("package", [*PYPI, *NPM])

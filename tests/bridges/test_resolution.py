@@ -13,13 +13,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PEERS = ("verifiers>=0.4,<0.5", "inspect-ai>=0.3.200")
 CONFLICTS = {
     ("agents", "verifiers>=0.4,<0.5"): "openai",
-    ("mcp", "verifiers>=0.4,<0.5"): "mcp",
     ("dev", "verifiers>=0.4,<0.5"): "mcp",
 }
 """Extras that cannot be installed next to a peer, and the package that is at fault.
 
-verifiers 0.4 needs openai 2 and mcp 2. The tested release of pydantic-ai-slim needs openai 3, and the bridges
-to MCP are written for mcp 1.
+verifiers 0.4 needs openai 2 and mcp 2. The tested release of pydantic-ai-slim needs openai 3, and OpenEnv,
+which the tests use, needs mcp 1.
 """
 SOURCES = {
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
-from agentrl_env.bridges.mcp.sdk import missing_sdk
+from agentrl_env.bridges.mcp.sdk import Request, connected, error_type, missing_sdk
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.environment import Environment
 from agentrl_env.errors import TargetError, ToolError
@@ -158,58 +158,44 @@ def mcp_task(
 async def _describe(endpoint: Endpoint) -> tuple[str, str | None, list[ForeignTool]]:
     connection = Connection(endpoint)
     try:
-        session = await connection.open()
-        tools = [tool async for tool in _listed(session)]
-        begun = connection.begun
-        return begun.serverInfo.name, begun.instructions, tools
+        request = await connection.open()
+        tools = [tool async for tool in _listed(request)]
+        return connection.begun["serverInfo"]["name"], connection.begun.get("instructions"), tools
     finally:
         await connection.close()
 
 
-async def _listed(session: Any) -> AsyncIterator[ForeignTool]:
-    """Yield the tools of a server as it describes them; the models of the SDK refuse all for one odd tool."""
-    from mcp import types
-
-    class Page(types.PaginatedResult):
-        tools: list[Any]
-
-    cursor = None
+async def _listed(request: Request) -> AsyncIterator[ForeignTool]:
+    """Yield the tools of a server as it describes them."""
+    parameters: dict[str, Any] = {}
     while True:
-        asked = types.ListToolsRequest(params=types.PaginatedRequestParams(cursor=cursor))
-        page = await session.send_request(types.ClientRequest(asked), Page)
-        for given in page.tools:
+        page = await request("tools/list", parameters)
+        for given in page.get("tools") or ():
             tool = given if isinstance(given, dict) else {}
             name, description = str(tool.get("name") or ""), str(tool.get("description") or "")
             yield ForeignTool(name=name, description=description, schema=tool.get("inputSchema"))
-        cursor = page.nextCursor
-        if cursor is None:
+        if page.get("nextCursor") is None:
             return
+        parameters = {"cursor": page["nextCursor"]}
 
 
-async def _call(session: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+async def _call(request: Request, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     """Call a tool; return the text of its result, and True if the server reports an error of the call.
 
     The TypeScript SDK reports an exception of a tool as an error of the protocol, the Python SDK as a result
     with ``isError``. Both are errors of the call.
     """
-    from mcp import McpError, types
-
-    class Result(types.Result):
-        content: Any = None
-        structuredContent: Any = None
-        isError: bool | None = None
-
-    call = types.CallToolRequest(params=types.CallToolRequestParams(name=name, arguments=arguments))
     try:
-        result = await session.send_request(types.ClientRequest(call), Result)
-    except McpError as error:
+        result = await request("tools/call", {"name": name, "arguments": arguments})
+    except error_type() as error:
         if error.error.code in _BROKEN:
             raise
         return error.error.message, True
-    lines = [_text(block) for block in result.content or ()]
-    if not any(lines) and result.structuredContent is not None:
-        lines = [json.dumps(result.structuredContent, ensure_ascii=False)]
-    return "\n".join(lines), bool(result.isError)
+    lines = [_text(block) for block in result.get("content") or ()]
+    structured = result.get("structuredContent")
+    if not any(lines) and structured is not None:
+        lines = [json.dumps(structured, ensure_ascii=False)]
+    return "\n".join(lines), bool(result.get("isError"))
 
 
 def _text(block: Any) -> str:
@@ -257,14 +243,14 @@ class McpTask(Environment):
         self.sample = sample
         self.calls: list[McpCall] = []
         self.connection = Connection(self.endpoint)
-        self.mcp = await self.connection.open()
-        instructions = self.connection.begun.instructions
+        self.request = await self.connection.open()
+        instructions = self.connection.begun.get("instructions")
         opening = [Message(role="system", content=instructions)] if instructions else []
         return [*opening, Message(role="user", content=str(sample.data.get("prompt", self.prompt)))]
 
     async def play(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool of the server."""
-        text, failed = await _call(self.mcp, name, arguments)
+        text, failed = await _call(self.request, name, arguments)
         self.calls.append(McpCall(name=name, arguments=arguments, answer=text, is_error=failed))
         if failed:
             raise ToolError(text)
@@ -294,12 +280,12 @@ class Connection:
         self._endpoint = endpoint
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.begun: Any = None
-        """Answer of the server to ``initialize``."""
+        self.begun: dict[str, Any] = {}
+        """Answer of the server to ``initialize``, as MCP writes it in JSON."""
 
-    async def open(self) -> Any:
-        """Return the session of the SDK. Raises what the connection does."""
-        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async def open(self) -> Request:
+        """Return what sends a request. Raises what the connection does."""
+        opened: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep(opened))
         await asyncio.wait((opened, self._task), return_when=asyncio.FIRST_COMPLETED)
         if not opened.done():
@@ -315,9 +301,8 @@ class Connection:
             if not self._task.cancelled():
                 self._task.exception()  # a connection that broke has failed a call already
 
-    async def _keep(self, opened: asyncio.Future[Any]) -> None:
-        from mcp import ClientSession, StdioServerParameters
-        from mcp.client.stdio import get_default_environment, stdio_client
+    async def _keep(self, opened: asyncio.Future[Request]) -> None:
+        from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
@@ -332,9 +317,8 @@ class Connection:
                 variables = {**get_default_environment(), **endpoint.env}
                 parameters = StdioServerParameters(command=command, args=arguments, env=variables)
                 streams = await stack.enter_async_context(stdio_client(parameters))
-            session = await stack.enter_async_context(ClientSession(*streams[:2]))
-            self.begun = await session.initialize()
-            opened.set_result(session)
+            self.begun, request = await connected(streams, stack)
+            opened.set_result(request)
             await self._end.wait()
 
 

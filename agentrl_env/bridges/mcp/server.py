@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Mapping
-from contextvars import ContextVar
-from typing import Any, cast
+import logging
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+from uuid import uuid4
 
 import anyio
 from fastapi import FastAPI
@@ -25,7 +27,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from agentrl_env.bridges.episode import CHOICE, Episode
-from agentrl_env.bridges.mcp.sdk import missing_sdk
+from agentrl_env.bridges.mcp.sdk import make_server, missing_sdk, protocol_error
 from agentrl_env.errors import InvalidRequest, NotSupported, WireError
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api
@@ -42,8 +44,8 @@ PROMPT = "opening"
 META = "agentrl-env/"
 """Prefix of our keys in ``_meta``."""
 INVALID_REQUEST, INVALID_PARAMS, SERVER_ERROR = -32600, -32602, -32000
-_opened: ContextVar[Episode] = ContextVar("agentrl_mcp_episode")
-"""The episode of the connection that is being made, for the task that serves it."""
+
+logger = logging.getLogger(__name__)
 
 
 def mount(app: FastAPI, api: Api) -> None:
@@ -62,9 +64,10 @@ class McpEndpoint:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._manager: Any = None
-        self._starting = asyncio.Lock()
-        self._serving: asyncio.Task[None] | None = None
+        self._connections: dict[str, Connection] = {}
+        """Open connections by their MCP session id."""
+        self._agents: dict[str, Connection] = {}
+        """Connections of agent tokens by session."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Raises NotSupported where the SDK is not installed."""
@@ -72,159 +75,173 @@ class McpEndpoint:
         if request.method == "GET":  # a stream of messages that the server begins, of which there are none
             await Response(status_code=405, headers={"allow": "POST, DELETE"})(scope, receive, send)
             return
-        manager = await self._started()
-        if agent := caller.get().session_id:
-            scope["user"] = _identity(agent)
-        if request.method != "POST" or "mcp-session-id" in request.headers:
-            await manager.handle_request(scope, receive, send)
+        if reason := missing_sdk():
+            raise NotSupported(f"MCP {reason}")
+        held = request.headers.get("mcp-session-id")
+        if request.method != "POST" or held is not None:
+            connection = self._connections.get(held or "")
+            if connection is None or connection.agent != caller.get().session_id:
+                await _refusal("there is no such MCP session", 404)(scope, receive, send)
+            else:
+                await connection.transport.handle_request(scope, receive, send)
             return
         body = await request.body()
         self._api.check_values(body, caller.get())
         call = _initialize(body)
         if call is None:
-            refusal = {"code": INVALID_REQUEST, "message": "begin the connection with initialize"}
-            await JSONResponse({"jsonrpc": "2.0", "id": None, "error": refusal}, 400)(scope, receive, send)
+            await _refusal("begin the connection with initialize", 400)(scope, receive, send)
             return
         try:
             choice = _choice(request.query_params, request.headers)
             episode = await Episode.open(self._api, request.path_params["task"], choice)
         except WireError as error:
             self._api.count(error)
-            answer = {"jsonrpc": "2.0", "id": call.get("id"), "error": _rpc_error(error)}
+            answer = {"jsonrpc": "2.0", "id": call.get("id"), "error": _error(error)}
             await JSONResponse(answer)(scope, receive, send)
             return
-        token = _opened.set(episode)
-        try:
-            await manager.handle_request(scope, _replay(body, receive), send)
-        finally:
-            _opened.reset(token)
-            if not episode.joined:
-                await episode.close()
+        # The first import takes a second, in which the sessions of the server go on.
+        await asyncio.to_thread(import_module, "mcp.server.streamable_http")
+        connection = self._connect(episode)
+        await connection.begin(scope, _replay(body, receive), send)
 
     async def aclose(self) -> None:
         """End every connection and its session."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait((self._serving,))
+        await asyncio.gather(*(connection.aclose() for connection in list(self._connections.values())))
 
-    async def _started(self) -> Any:
-        async with self._starting:
-            if self._manager is None:
-                if reason := missing_sdk():
-                    raise NotSupported(f"MCP {reason}")
-                self._manager = await asyncio.to_thread(_manager)
-                ready = asyncio.Event()
-                self._serving = asyncio.create_task(_serve(self._manager, ready))
-                await ready.wait()
-        return self._manager
+    def _connect(self, episode: Episode) -> Connection:
+        """Return a new connection to an episode; the one that the same agent had before ends."""
+        connection = Connection(episode, caller.get().session_id, at_end=self._forget)
+        self._connections[connection.mcp_session_id] = connection
+        if agent := connection.agent:
+            if before := self._agents.get(agent):
+                before.cancel()
+            self._agents[agent] = connection
+        return connection
 
-
-async def _serve(manager: Any, ready: asyncio.Event) -> None:
-    async with manager.run():
-        ready.set()
-        await asyncio.Event().wait()
+    def _forget(self, connection: Connection) -> None:
+        del self._connections[connection.mcp_session_id]
+        if connection.agent and self._agents.get(connection.agent) is connection:
+            del self._agents[connection.agent]
 
 
-def _manager() -> Any:
-    from mcp.server.lowlevel import Server
-    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+class Connection:
+    """A connection of MCP, whose end closes its episode.
 
-    agents: dict[str, anyio.CancelScope] = {}
-    """Connections of agent tokens by session."""
+    Args:
+        episode: the episode that it plays.
+        agent: session of the agent token that opened it; None for the operator.
+        at_end: called once the connection has ended.
+    """
 
-    class Connections(Server[Any, Any]):
-        """Serves each connection with the server of its episode; an agent's ends its connection before."""
+    def __init__(self, episode: Episode, agent: str | None, *, at_end: Callable[[Connection], None]) -> None:
+        from mcp.server.streamable_http import StreamableHTTPServerTransport
 
-        async def run(self, read_stream: Any, write_stream: Any, *args: Any, **options: Any) -> None:
-            episode = _opened.get()
-            episode.joined = True
-            server = episode_server(episode)
-            with anyio.CancelScope() as scope:
-                if agent := caller.get().session_id:
-                    if agent in agents:
-                        agents[agent].cancel()
-                    agents[agent] = scope
-                try:
-                    begin = server.create_initialization_options()
-                    await server.run(read_stream, write_stream, begin, **options)
-                finally:
-                    if agent and agents[agent] is scope:
-                        del agents[agent]
-                    with anyio.CancelScope(shield=True):
-                        await episode.close()
+        self.agent = agent
+        self.mcp_session_id = uuid4().hex
+        # A session ends by its lease. A connection ends if it is not used for longer than a call may wait.
+        self.transport: Any = StreamableHTTPServerTransport(
+            self.mcp_session_id, is_json_response_enabled=True, idle_timeout=MAX_WAIT_S
+        )
+        self._episode = episode
+        self._at_end = at_end
+        self._ready = asyncio.Event()
+        self._until_cancelled = anyio.CancelScope()
+        self._serving = asyncio.create_task(self._serve())
 
-    # A session ends by its lease; a connection that nobody uses for longer than any call may wait goes too.
-    return StreamableHTTPSessionManager(
-        Connections("agentrl-env"),
-        json_response=True,
-        session_idle_timeout=MAX_WAIT_S,
-        max_sessions=None,
-        max_request_body_size=2**31,  # the access middleware limits bodies
-    )
+    async def begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request that begins the connection, which ends unless it succeeds."""
+        status = 500
+
+        async def watched(message: AsgiMessage) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._ready.wait()
+            if self._until_cancelled.cancel_called:
+                await _refusal("another connection of this agent has begun", 409)(scope, receive, watched)
+            else:
+                await self.transport.handle_request(scope, receive, watched)
+        finally:
+            if status >= 400:
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End the connection soon; idempotent."""
+        self._until_cancelled.cancel()
+
+    async def aclose(self) -> None:
+        """End the connection and its session."""
+        self.cancel()
+        await asyncio.wait((self._serving,))
+
+    async def _serve(self) -> None:
+        try:
+            with self._until_cancelled:
+                server = episode_server(self._episode)
+                async with self.transport.connect() as streams:
+                    self._ready.set()
+                    with self.transport.idle_scope:
+                        await server.run(*streams, server.create_initialization_options())
+        except Exception:
+            logger.exception("the MCP connection of session %s failed", self._episode.session_id)
+        finally:
+            self._ready.set()
+            self._at_end(self)
+            await self._episode.close()
 
 
 def episode_server(episode: Episode) -> Any:
     """Return the MCP server of one episode."""
-    from mcp import McpError, types
-    from mcp.server.lowlevel import Server
-
     opening = episode.info.messages
-    server: Any = Server(
-        episode.info.task, VERSION, "\n\n".join(text for text in map(_text, opening) if text) or None
-    )
 
-    @server.list_tools()  # type: ignore[untyped-decorator]
-    async def list_tools() -> list[types.Tool]:
+    async def list_tools(params: Any) -> dict[str, Any]:
         functions = [tool.function for tool in episode.tools]
-        return [
-            types.Tool(name=one.name, description=one.description, inputSchema=_object(one.parameters))
-            for one in functions
-        ]
+        return {
+            "tools": [
+                {"name": one.name, "description": one.description, "inputSchema": _object(one.parameters)}
+                for one in functions
+            ]
+        }
 
-    @server.list_prompts()  # type: ignore[untyped-decorator]
-    async def list_prompts() -> list[types.Prompt]:
-        return [types.Prompt(name=PROMPT, description="The opening messages of the episode.")]
+    async def list_prompts(params: Any) -> dict[str, Any]:
+        return {"prompts": [{"name": PROMPT, "description": "The opening messages of the episode."}]}
 
-    @server.get_prompt()  # type: ignore[untyped-decorator]
-    async def get_prompt(name: str, arguments: dict[str, str] | None) -> types.GetPromptResult:
-        if name != PROMPT:
-            raise McpError(types.ErrorData(code=INVALID_PARAMS, message=f"there is no prompt {echo(name)}"))
+    async def get_prompt(params: Any) -> dict[str, Any]:
+        if params.name != PROMPT:
+            raise protocol_error(INVALID_PARAMS, f"there is no prompt {echo(params.name)}")
         messages = [
-            types.PromptMessage(
-                role="assistant" if message.role == "assistant" else "user", content=cast(Any, content)
-            )
+            {"role": "assistant" if message.role == "assistant" else "user", "content": content}
             for message in opening
             for content in _contents(message)
         ]
         session = episode.info.model_dump(mode="json", include={"session_id", "task", "messages"})
-        return types.GetPromptResult(messages=messages, _meta={f"{META}session": session})
+        return {"messages": messages, "_meta": {f"{META}session": session}}
 
-    async def call_tool(request: types.CallToolRequest) -> types.ServerResult:
-        # Not by the decorator: it answers invalid calls itself, and errors of the server as if the model
-        # had made them.
+    async def call_tool(params: Any) -> dict[str, Any]:
         try:
-            result = await episode.call(request.params.name, request.params.arguments or {})
+            result = await episode.call(params.name, params.arguments or {})
         except WireError as error:
-            raise McpError(types.ErrorData(**_rpc_error(error))) from error
-        return types.ServerResult(
-            types.CallToolResult(
-                content=[content for message in result.messages for content in _contents(message)],
-                structuredContent=_structured(result),
-                isError=bool(result.metrics.get("invalid_calls")),
-                _meta={f"{META}metrics": result.metrics, f"{META}info": result.info},
-            )
-        )
+            raise protocol_error(**_error(error)) from error
+        return {
+            "content": [content for message in result.messages for content in _contents(message)],
+            "structuredContent": _structured(result),
+            "isError": bool(result.metrics.get("invalid_calls")),
+            "_meta": {f"{META}metrics": result.metrics, f"{META}info": result.info},
+        }
 
-    server.request_handlers[types.CallToolRequest] = call_tool
-    return server
-
-
-def _identity(session_id: str) -> Any:
-    """Return the identity of an agent, to which the SDK binds the connection that it makes."""
-    from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
-    from mcp.server.auth.provider import AccessToken
-
-    return AuthenticatedUser(AccessToken(token="", client_id=session_id, scopes=[]))
+    return make_server(
+        episode.info.task,
+        version=VERSION,
+        instructions="\n\n".join(text for text in map(_text, opening) if text) or None,
+        answers={
+            "tools/list": list_tools,
+            "tools/call": call_tool,
+            "prompts/list": list_prompts,
+            "prompts/get": get_prompt,
+        },
+    )
 
 
 def _structured(result: StepResult) -> dict[str, Any]:
@@ -236,20 +253,18 @@ def _object(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **parameters}
 
 
-def _contents(message: Message) -> list[Any]:
+def _contents(message: Message) -> list[dict[str, str]]:
     """Return a message as content blocks of MCP: text, and images that are data URLs."""
-    from mcp import types
-
     if not isinstance(message.content, list):
-        return [types.TextContent(type="text", text=message.content or "")]
-    blocks: list[Any] = []
+        return [{"type": "text", "text": message.content or ""}]
+    blocks: list[dict[str, str]] = []
     for part in message.content:
         url = part["image_url"].get("url", "") if isinstance(part.get("image_url"), dict) else ""
         kind, _, data = url.removeprefix("data:").partition(";base64,")
         if url.startswith("data:image/") and _is_base64(data):
-            blocks.append(types.ImageContent(type="image", data=data, mimeType=kind))
+            blocks.append({"type": "image", "data": data, "mimeType": kind})
         else:
-            blocks.append(types.TextContent(type="text", text=str(part.get("text", json.dumps(part)))))
+            blocks.append({"type": "text", "text": str(part.get("text", json.dumps(part)))})
     return blocks
 
 
@@ -296,9 +311,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def _rpc_error(error: WireError) -> dict[str, Any]:
+def _error(error: WireError) -> dict[str, Any]:
     code = INVALID_PARAMS if error.status in (404, 422) else SERVER_ERROR
     return {"code": code, "message": error.message, "data": error.wire()["error"]}
+
+
+def _refusal(reason: str, status: int) -> JSONResponse:
+    error = {"code": INVALID_REQUEST, "message": reason}
+    return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

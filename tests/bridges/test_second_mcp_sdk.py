@@ -1,0 +1,136 @@
+"""Version 2 of the MCP SDK, in an environment of its own: below a client, a server, and a task."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl_env import EnvClient, ToolCall
+from agentrl_env.hosting.serve import EnvServer
+from tests.env.bridges import calculator, odd_server
+from tests.env.bridges.players import mcp_session
+from tests.env.tasks import Guess
+
+ROOT = Path(__file__).parents[2]
+BIN = ROOT / ".venv-mcp2/bin"
+CLIENT = """
+import asyncio, json, sys
+from mcp import Client
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        tools = [tool.name for tool in (await client.list_tools()).tools]
+        result = await client.call_tool("guess", {"n": 0})
+        print(json.dumps([tools, result.structured_content["messages"][0]["content"], client.instructions]))
+
+asyncio.run(main())
+"""
+PLAYED = [["guess"], "higher", "I picked a number between 1 and 20. Use guess()."]
+pytestmark = [
+    pytest.mark.bridges,
+    pytest.mark.skipif(
+        not BIN.exists(), reason="MCP's second SDK is not installed; make bridges installs it"
+    ),
+]
+
+
+@asynccontextmanager
+async def second_server(target: str) -> AsyncIterator[str]:
+    """Serve a target where the second SDK is installed; yield the URL."""
+    command = [BIN / "agentrl-env", "serve", target, "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        line = (await process.stdout.readline()).decode()
+        (url,) = re.findall(r"http://\S+:\d+", line)
+        yield url
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def played(url: str) -> list[object]:
+    """Return what a client of the second SDK saw."""
+    process = await asyncio.create_subprocess_exec(
+        BIN / "python", "-c", CLIENT, f"{url}/mcp/guess", stdout=subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return json.loads(out)
+
+
+async def test_client_of_the_second_sdk_plays_a_server_on_the_first() -> None:
+    server = EnvServer([Guess], port=0, drain_s=0.0)
+    await server.start()
+    try:
+        assert await played(server.url) == PLAYED
+    finally:
+        await server.stop()
+
+
+async def test_clients_of_both_sdks_play_a_server_on_the_second() -> None:
+    from mcp import McpError
+
+    async with second_server("tests/env/tasks.py:Guess") as url:
+        assert await played(url) == PLAYED
+        async with mcp_session(f"{url}/mcp/guess?seed=7") as (session, begun):
+            assert begun.serverInfo.name == "guess"
+            wrong = await session.call_tool("gess", {})
+            assert wrong.isError
+            assert wrong.structuredContent["status"] == "running"
+            (message,) = (await session.get_prompt("opening")).messages
+            assert message.content.text == PLAYED[-1]
+            with pytest.raises(McpError, match="there is no prompt"):
+                await session.get_prompt("closing")
+        with pytest.RaisesGroup(McpError, flatten_subgroups=True):
+            async with mcp_session(f"{url}/mcp/gues"):
+                pass
+        async with httpx.AsyncClient() as http:
+            assert "\nagentrl_sessions_open 0.0\n" in (await http.get(f"{url}/metrics")).text
+
+
+async def test_mcp_server_is_a_task_on_the_second_sdk() -> None:
+    reward = "reward=tests.env.bridges.calculator:reward"
+    async with second_server(f"mcp:{sys.executable} {calculator.__file__}#{reward}&prompt=Go") as url:
+        async with EnvClient.connect(url) as client, await client.open() as session:
+            assert [message.content for message in session.messages] == ["Use the tools to compute.", "Go"]
+            assert (await session.step(ToolCall.of("add", a=2, b=3))).messages[0].content == "5"
+            failed = await session.step(ToolCall.of("divide", a=2, b=0))
+            assert "division by zero" in failed.messages[0].content
+            assert (await session.step("5")).reward == 1.0
+        async with EnvClient.connect(url) as client, await client.open() as session:
+            died = await session.step(ToolCall.of("divide", a=2, b=13))
+            assert died.status.name == "FAILED_ENVIRONMENT"
+
+
+async def test_tools_that_the_second_sdk_refuses_do_not_hide_the_others() -> None:
+    reward = "reward=tests.env.bridges.calculator:reward"
+    async with (
+        second_server(f"mcp:{sys.executable} {odd_server.__file__}#{reward}") as url,
+        EnvClient.connect(url) as client,
+        await client.open() as session,
+    ):
+        names = [tool.function.name for tool in session.tools]
+        assert names == ["echo", "files_read", "files_read_2", "list_"]
+        answer = await session.step(ToolCall.of("files_read", kind="unknown"))
+        assert json.loads(answer.messages[0].content) == {"type": "hologram", "size": 3}
+
+
+async def test_task_served_on_the_first_sdk_is_a_task_again_on_the_second() -> None:
+    server = EnvServer([Guess], port=0, drain_s=0.0)
+    await server.start()
+    try:
+        target = f"mcp:{server.url}/mcp/guess#reward=tests.env.bridges.calculator:reward"
+        async with (
+            second_server(target) as url,
+            EnvClient.connect(url) as client,
+            await client.open() as session,
+        ):
+            assert (await session.step(ToolCall.of("guess", n=0))).messages[0].content == "higher"
+    finally:
+        await server.stop()
