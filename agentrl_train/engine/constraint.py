@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentrl_train.errors import ConstraintError
+from agentrl_train.types import AllowedSets
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,6 +47,12 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled = lru_cache(KEPT)(self._compile)
         self._control_tokens = lru_cache(1)(self._find_control_tokens)
+
+    @classmethod
+    def of_vllm(cls, config: Any, stop_token_ids: Sequence[int]) -> Grammars:
+        """Return the grammars of the policy that a model configuration of vLLM describes."""
+        tokenizer = AutoTokenizer.from_pretrained(config.model, revision=config.revision)
+        return cls(tokenizer, stop_token_ids=stop_token_ids, vocabulary=config.get_vocab_size())
 
     def start(self, grammar: str) -> Matcher:
         """Return a matcher in front of the first token.
@@ -165,6 +172,23 @@ class Matcher:
         if guesses:
             self._matcher.rollback(len(guesses))
         return guesses, found
+
+    def sets_of(self, token_ids: Sequence[int]) -> AllowedSets:
+        """Return the sets that the tokens of a completion were drawn from, from the first token on.
+
+        Raises:
+            ConstraintError: a token is not allowed, or the grammar is too complex.
+        """
+        sets: dict[bytes, int] = {}
+        places = []
+        for token in token_ids:
+            allowed = self.allowed()
+            if not allowed[token // 8] & 1 << token % 8:
+                raise ConstraintError(f"the constraint was not kept: token {token} is not allowed")
+            places.append(sets.setdefault(allowed, len(sets) + 1))
+            if token not in self._stop:
+                self.advance(token)
+        return AllowedSets(sets=tuple(sets), places=places)
 
 
 def quoted(text: str) -> str:

@@ -21,12 +21,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from agentrl_train.engine.options import VLLM_SERVING, ServingOptions
+from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.process import EngineLost, EngineProcess, Spawn
 from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.torch import while_progress
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
-from agentrl_train.errors import ConstraintError, EngineError
+from agentrl_train.errors import EngineError
 from agentrl_train.models.architecture import CheckpointNames
 from agentrl_train.types import Completion, SamplingParams
 
@@ -72,7 +72,6 @@ class EnginePool:
     ) -> None:
         self.max_context = options.max_context
         self._dtype = getattr(torch, options.dtype)
-        self._vllm = options.module == VLLM_SERVING
         self._transfer = options.transfer
         self._deadline_s = deadline_s
         self._start_s = start_s
@@ -101,14 +100,10 @@ class EnginePool:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            ConstraintError: the request has a grammar, and the engines are vLLM's, or cannot keep to it.
+            ConstraintError: the engine cannot keep to the grammar of the request.
             EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or its
                 engine makes no progress. Cancelling the call aborts the request.
         """
-        if sampling.grammar and self._vllm:
-            raise ConstraintError(
-                "engine.kind = 'vllm' samples without constraints: set engine.kind = 'torch'"
-            )
         sampling.check_room(token_ids, max_context=self.max_context)
         choose = partial(self._replica_of, session_key, policy)
         call = self._submit(self._retry_until_answered(choose, list(token_ids), sampling, session_key))

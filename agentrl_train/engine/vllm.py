@@ -27,9 +27,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from agentrl_train.engine.constraint import Grammars, Matcher
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.transfer import Held, lost_push, mismatch
+from agentrl_train.errors import ConstraintError
 from agentrl_train.types import SamplingParams as Requested
 
 PREFILL_TOKENS = 4096
@@ -107,6 +109,7 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         worker_extension_cls="agentrl_train.engine.vllm_worker.WeightReceiver",
+        logits_processors=["agentrl_train.engine.vllm_worker:GrammarProcessor"],
         enable_sleep_mode=options.sleeps,
         **{"gpu_memory_utilization": 0.9, "enable_prefix_caching": True} | chosen | dict(options.args),
     )
@@ -121,6 +124,7 @@ class Server:
         self._stop = list(options.stop_token_ids)
         self._version = options.policy_version
         self._held: Held | None = None
+        self._grammars: Grammars | None = None
 
     async def begin(self) -> None:
         """Set the version of the initial weights, and sample one token.
@@ -144,10 +148,14 @@ class Server:
         except EngineDeadError:
             raise
         except Exception as error:  # boundary: the error is returned to the trainer
-            result = {"error": f"{type(error).__name__}: {error}"}
+            refused = isinstance(error, ConstraintError)
+            text = str(error) if refused else f"{type(error).__name__}: {error}"
+            result = {"error": text, "constraint": refused}
         return result
 
     async def _generate(self, frame: Frame) -> Frame:
+        grammar = frame["grammar"]
+        matcher = await asyncio.to_thread(self._matcher, grammar) if grammar else None
         parameters = SamplingParams(
             max_tokens=frame["max_new_tokens"],
             temperature=frame["temperature"],
@@ -160,6 +168,7 @@ class Server:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"grammar": grammar} if grammar else None,
         )
         # The salt separates the prefix caches of different weight versions.
         prompt = {"prompt_token_ids": frame["token_ids"], "cache_salt": str(self._version)}
@@ -167,7 +176,15 @@ class Server:
         async for output in self._engine.generate(prompt, parameters, str(frame["id"])):
             final = output
         assert final is not None
-        return completion(final.outputs[0])
+        answer = completion(final.outputs[0])
+        if matcher is not None:
+            answer["allowed"] = matcher.sets_of(answer["token_ids"]).plain()
+        return answer
+
+    def _matcher(self, grammar: str) -> Matcher:
+        if self._grammars is None:
+            self._grammars = Grammars.of_vllm(self._engine.model_config, self._stop)
+        return self._grammars.start(grammar)
 
     async def _push(self, frame: Frame) -> Frame:
         """Update the weights while requests are paused ("keep") or after they finish ("wait")."""

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentrl_train.engine.constraint import Grammars
-from agentrl_train.engine.options import ServingOptions
-from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConstraintError
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
@@ -35,7 +33,7 @@ async def engine() -> AsyncIterator[TorchEngine]:
 
 
 async def complete(
-    engine: TorchEngine | EnginePool,
+    engine: TorchEngine,
     key: str,
     *,
     grammar: str = GRAMMAR,
@@ -105,12 +103,13 @@ async def test_grammar_that_cannot_be_compiled_or_written_fails_its_request_alon
     await engine.close()
 
 
-async def test_vllm_refuses_a_grammar_instead_of_ignoring_it() -> None:
-    options = ServingOptions(model="none", stop_token_ids=[STOP], max_sessions=1, max_context=100)
-    pool = EnginePool(options, replicas=0)
-    with pytest.raises(ConstraintError, match=r"engine\.kind = 'vllm'"):
-        await complete(pool, "a")
-    await pool.close()
+async def test_sets_of_a_completion_are_found_again_from_its_tokens(engine: TorchEngine) -> None:
+    grammars = Grammars(TOKENIZER, stop_token_ids=[STOP], vocabulary=261)
+    done = await complete(engine, "a")
+    assert done.finish_reason == "stop"
+    assert grammars.start(GRAMMAR).sets_of(done.token_ids).plain() == done.allowed.plain()  # type: ignore[union-attr]
+    with pytest.raises(ConstraintError, match="token 7 is not allowed"):
+        grammars.start(GRAMMAR).sets_of([*done.token_ids[:3], 7])
 
 
 def test_sets_round_trip_through_json() -> None:
