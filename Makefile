@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs docs-text dist clean
+.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs docs-text pictures dist clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -163,6 +163,9 @@ docs-text: $(VENV)/.dev  ## write the generated text and figures of the document
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.layers
 	$(BIN)/python -m docs.figures
+
+pictures: $(VENV)/.dev  ## the pictures of README and docs, from a finished run and new sessions; RUN=runs/NAME
+	$(BIN)/python -m docs.pictures $(RUN)
 
 docs: $(VENV)/.docs docs-text  ## the documentation, into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

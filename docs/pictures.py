@@ -1,127 +1,190 @@
-"""Make the pictures of README from real output (``python -m docs.pictures runs/NAME runs/REAL``).
+"""Make the pictures of README and the documentation from real output (``make pictures RUN=runs/NAME``).
 
-The terminal shows a command and its output. Chromium draws the report of the first run, an episode on its
-live page, and the page of a server with sessions. The curve is from the metrics of the second run.
+The terminal shows a command and its output. Chromium draws the report of a finished run, an episode on its
+live page, the page of a server while sessions are played, and a session of the tutorial. Each page is drawn
+for light and dark, in the width of a phone with two pixels for each pixel of CSS. Parts of a page that do not
+fit are hidden. mkdocs loads this file too, for ``on_page_markdown``.
 """
 
-import itertools
-import json
+from __future__ import annotations
+
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.terminal_theme import MONOKAI
-from rich.text import Text
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
-from agentrl_env import EnvClient
-from agentrl_env.launch.process import ServerProcess
-from agentrl_train.report.charts import Series, line_chart, percent_label, standalone
-
-IMAGES = Path(__file__).parent / "images"
-WIDTH = 104
+DOCS = Path(__file__).parent
+IMAGES = DOCS / "images"
+COLUMNS = 60
 """Columns of the terminal."""
-PAGE = (1400, 1000)
-"""Pixels of the page that are shown."""
+LINES = 21
+"""Last lines of the output that are shown."""
+WIDTH = 460
+"""CSS pixels of a page. The images have two pixels for each."""
+MODES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+TASKS = ("household", "shop", "sql")
 PLAYED_S = 150.0
-"""Seconds for which experts play before the page of a server is shown."""
+"""Seconds for which sessions are played before the page of a server is shown."""
+MISTAKES = 0.2
+"""Share of the sessions that are played without calls, so that not every session succeeds."""
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)" width="(?P<width>\d+)" alt="(?P<alt>[^"]+)">\s*</picture>'
+)
+"""A picture for light and dark in Markdown. Code hosts and editors show it as it is."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page of the site with pictures that follow its switch between light and dark.
+
+    mkdocs calls this hook. It checks and rewrites the links of Markdown images, but not of HTML.
+    """
+    return PICTURE.sub(_as_images, markdown)
+
+
+def _as_images(found: re.Match[str]) -> str:
+    images = (f"![{found['alt']}]({found[mode]}#only-{mode}){{ width={found['width']} }}" for mode in MODES)
+    return "\n".join(images)
 
 
 def terminal(*command: str) -> str:
-    """Return an SVG image of a terminal with a command and its output."""
-    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
+    """Return an SVG image of a terminal with a command and the end of its output."""
+    from rich.console import Console
+    from rich.terminal_theme import MONOKAI
+    from rich.text import Text
+
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
-    console.print(f"[bold]$[/] {' '.join(command)}", highlight=False)
-    console.print(Text.from_ansi(done.stdout.rstrip()))
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    console.print(f"[bold]$[/] {' '.join(command)}\n[dim]...[/]", highlight=False)
+    console.print(Text.from_ansi("\n".join(done.stdout.rstrip().splitlines()[-LINES:])))
     return FONT.sub("", console.export_svg(title="agentrl-kit", theme=MONOKAI, unique_id="terminal"))
 
 
-def curve(folder: Path) -> str:
-    """Return the success of a run in each of its tasks by step, as an SVG image."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    series = [
-        Series(
-            name=task,
-            points=[(step["step"], mean_success(steps[max(0, place - 2) : place + 1], task))
-                    for place, step in enumerate(steps)],
-            colour=number,
+def save(view: Page, name: str, *, height: int, hidden: str = "") -> None:
+    """Write what a page shows as two PNG images, for light and dark.
+
+    Args:
+        view: the page.
+        name: of the images, without mode and ending.
+        height: CSS pixels.
+        hidden: CSS selector of the elements that the images do not have.
+    """
+    if hidden:
+        view.add_style_tag(content=f"{hidden} {{ display: none !important }}")
+    for mode in MODES:
+        view.emulate_media(color_scheme=mode)
+        view.screenshot(
+            path=IMAGES / f"{name}-{mode}.png", clip={"x": 0, "y": 0, "width": WIDTH, "height": height}
         )
-        for number, task in enumerate(sorted(steps[0]["tasks"]))
-    ]  # fmt: skip
-    chart = line_chart(series, label=percent_label, top=1.0)
-    names = [(line.name, line.colour) for line in series]
-    return standalone(chart, title="Success of SmolLM2-135M, mean of three steps", names=names)
 
 
-def mean_success(steps: list[dict[str, Any]], task: str) -> float:
-    """Return the success in a task over some steps."""
-    return fmean(step["tasks"][task]["success"] for step in steps)
+def report(view: Page, run: Path) -> None:
+    """Draw the report of a run: its main numbers and the success of its tasks."""
+    view.goto((run / "report.html").resolve().as_uri())
+    save(
+        view, "report", height=544, hidden=".tile:nth-child(n+3), #results, #results ~ :not(#curves, .charts)"
+    )
 
 
-def server_page(picture: Path) -> None:
-    """Write the page of a server on which experts have played and some sessions are open."""
-    tasks = ("household", "shop", "sql")
-    targets = (f"environments/{task}" for task in tasks)
-    with ServerProcess(*targets, oracle=True) as server, EnvClient.connect_sync(server.url) as client:
-        end = time.monotonic() + PLAYED_S
-        for number in itertools.count():
-            session = client.open(tasks[number % 3], index=number % 40)
-            left_open = time.monotonic() > end - 1
-            while session.status == "running" and not (left_open and session.turn == 1):
-                session.step(session.expert())
-                time.sleep(0.02 * (1 + math.sin(number / 60)))
-            if time.monotonic() > end:
-                break
-        page(server.url, picture)
-
-
-def page(address: str, picture: Path) -> None:
-    """Write the top of a page as a PNG image."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("the report is drawn by Chromium, which is not installed")
-    size = f"--window-size={PAGE[0]},{PAGE[1]}"
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--force-device-scale-factor=1", size]
-    command = [browser, *options, "--virtual-time-budget=4000", f"--screenshot={picture}", address]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def live_page(run: Path, picture: Path) -> None:
-    """Write an episode on the live page of a run as a PNG image."""
-    from playwright.sync_api import sync_playwright
-
+def live_page(view: Page, run: Path) -> None:
+    """Draw the tokens of an episode on the live page of a run."""
     command = [sys.executable, "-m", "agentrl_train", "watch", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as driver:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, ExitStack() as stack:
+        stack.callback(server.terminate)
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        view = browser.new_page(viewport={"width": PAGE[0], "height": PAGE[1]})
-        view.goto(f"{address}/?kind=trained&order=highest")
+        view.goto(f"{address}/?task=shop&kind=trained&order=highest")
         view.locator(".episode-row summary").first.click(timeout=60_000)
-        view.locator("[data-t]").nth(4).wait_for()
-        view.evaluate("document.getElementById('episodes').scrollIntoView()")
-        view.locator("[data-t]").nth(4).hover()
-        view.screenshot(path=picture)
-        browser.close()
-        server.terminate()
+        unsure = view.locator("[data-t]:is(.p4, .p5, .p6)").first
+        unsure.locator("xpath=ancestor::*[contains(@class, 'bubble')]").evaluate(
+            "(one) => one.scrollIntoView()"
+        )
+        unsure.hover()
+        save(view, "watch", height=494)
+
+
+def server_page(view: Page) -> None:
+    """Draw the page of a server on which sessions have been played and some are open."""
+    from agentrl_env import EnvClient
+    from agentrl_env.launch.process import ServerProcess
+
+    targets = (f"environments/{task}" for task in TASKS)
+    with ServerProcess(*targets, oracle=True) as server, EnvClient.connect_sync(server.url) as client:
+        view.goto(server.url)
+        sessions: list[Any] = []
+        chance, opened, start = random.Random(0), 0, time.monotonic()
+        while (played := time.monotonic() - start) < PLAYED_S:
+            while len(sessions) < 16 + 12 * math.sin(played / 25):
+                session = client.open(TASKS[opened % len(TASKS)], index=opened)
+                sessions.append((session, chance.random() < MISTAKES))
+                opened += 1
+            for session, mistaken in sessions:
+                session.step("I do not know." if mistaken else session.expert())
+            sessions = [(session, kind) for session, kind in sessions if session.status == "running"]
+            view.wait_for_timeout(500)  # the page needs this time to ask the server
+        save(view, "server", height=554, hidden="#name, .scroll")
+
+
+def session_page(view: Page) -> None:
+    """Draw a session of the environment of the tutorial as its page shows it."""
+    from agentrl_env import EnvClient
+    from agentrl_env.launch.process import ServerProcess
+
+    tutorial = (DOCS / "tutorials" / "environment.md").read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "guess"
+        target.mkdir()
+        (target / "environment.py").write_text(code[1], encoding="utf-8")
+        with ServerProcess(str(target), oracle=True) as server, EnvClient.connect_sync(server.url) as client:
+            session = client.open("guess", index=1, seed=7)
+            for _ in range(2):
+                session.step(session.expert())
+            view.goto(f"{server.url}/#/session/{session.session_id}")
+            view.locator(".entry").nth(4).wait_for()
+            save(view, "session", height=740, hidden="#name, .id")
+
+
+def main(run: Path) -> None:
+    """Make every picture."""
+    from playwright.sync_api import sync_playwright
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit(
+            "Chromium draws the pages and is not installed; .ci/system-packages chromium installs it"
+        )
+    IMAGES.mkdir(exist_ok=True)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox", "--hide-scrollbars"])
+        context = chromium.new_context(
+            viewport={"width": WIDTH, "height": 1200}, device_scale_factor=2, bypass_csp=True
+        )
+        report(context.new_page(), run)
+        live_page(context.new_page(), run)
+        session_page(context.new_page())
+        server_page(context.new_page())
+        chromium.close()
 
 
 if __name__ == "__main__":
-    IMAGES.mkdir(exist_ok=True)
-    commands = Path(sys.executable).parent
-    os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
-    (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
-    page((Path(sys.argv[1]) / "report.html").resolve().as_uri(), IMAGES / "report.png")
-    live_page(Path(sys.argv[1]), IMAGES / "watch.png")
-    (IMAGES / "real.svg").write_text(curve(Path(sys.argv[2])))
-    server_page(IMAGES / "server.png")
+    if len(sys.argv) != 2:
+        raise SystemExit("give the folder of a finished run: make pictures RUN=runs/NAME")
+    main(Path(sys.argv[1]))

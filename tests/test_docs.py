@@ -28,7 +28,7 @@ from agentrl_train.__main__ import app as train_app
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.config.toml import classes
 from agentrl_train.sweep.plan import load_sweep
-from docs import figures, generate
+from docs import figures, generate, pictures
 from docs.layers import PICTURE, picture
 
 ROOT = Path(__file__).parents[1]
@@ -319,6 +319,35 @@ def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
 
 def test_picture_of_the_layers_is_current() -> None:
     assert PICTURE.read_text() == picture(), "python -m docs.layers draws it anew"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "images/" in page.read_text()], ids=name)
+def test_pictures_of_pages_are_for_light_and_dark_and_small(page: Path) -> None:
+    text = page.read_text()
+    found = list(pictures.PICTURE.finditer(text))
+    assert len(found) == text.count("<picture>") == text.count("<source ")
+    for match in found:
+        assert match["dark"] == match["light"].replace("-light.png", "-dark.png")
+        for mode in ("light", "dark"):
+            content = (page.parent / match[mode]).read_bytes()
+            assert len(content) < 150_000
+            assert int.from_bytes(content[16:20]) == 2 * int(match["width"]), "two pixels for each of CSS"
+    for source in re.findall(r'src(?:set)?="([^"]+)"', text):
+        assert (page.parent / source).exists(), source
+
+
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    assert [path.name for path in pictures.IMAGES.iterdir() if f"images/{path.name}" not in text] == []
+
+
+def test_site_gets_both_modes_of_a_picture_as_images_that_mkdocs_checks() -> None:
+    page = (ROOT / "docs/index.md").read_text()
+    images = re.findall(
+        r"^!\[[^\]]+\]\(([^)]+)\)\{ width=\d+ \}$", pictures.on_page_markdown(page), re.MULTILINE
+    )
+    assert images[:2] == ["images/report-light.png#only-light", "images/report-dark.png#only-dark"]
+    assert len(images) == 2 * page.count("<picture>")
 
 
 def test_figures_of_the_algorithms_are_current() -> None:
