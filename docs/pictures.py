@@ -85,6 +85,8 @@ def save(view: Page, name: str, *, height: int, hidden: str = "") -> None:
     """
     if hidden:
         view.add_style_tag(content=f"{hidden} {{ display: none !important }}")
+    view.route("**/*", lambda route: None)  # without answers the page is the same in both modes
+    view.wait_for_timeout(500)
     for mode in MODES:
         view.emulate_media(color_scheme=mode)
         view.screenshot(
@@ -94,7 +96,9 @@ def save(view: Page, name: str, *, height: int, hidden: str = "") -> None:
 
 def report(view: Page, run: Path) -> None:
     """Draw the report of a run: its main numbers and the success of its tasks."""
-    view.goto((run / "report.html").resolve().as_uri())
+    from agentrl_train.report.page import read_run, render
+
+    view.set_content(render(read_run(run)))
     save(
         view, "report", height=544, hidden=".tile:nth-child(n+3), #results, #results ~ :not(#curves, .charts)"
     )
