@@ -33,7 +33,7 @@ def describe(error: BaseException, method: Any = None) -> str:
 
     Args:
         error: The exception.
-        method: The method that was called; its place is named where no frame of the author raised the error.
+        method: The method that was called; its place is named if no frame of the author raised the error.
     """
     while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises one, without a useful text
         error = error.exceptions[0]
@@ -92,7 +92,7 @@ def author_frames(error: BaseException) -> tuple[type[BaseException], BaseExcept
 
 
 def place(thing: Any, attribute: str = "") -> str:
-    """Return ``file:line`` of a frame, a function, or a class or its attribute; "" where it is unknown."""
+    """Return ``file:line`` of a frame, a function, or a class or its attribute; "" if it is unknown."""
     if isinstance(thing, TracebackType):
         return f"{_relative(thing.tb_frame.f_code.co_filename)}:{thing.tb_lineno}"
     if isinstance(thing, type):
@@ -131,7 +131,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _relative(file: str) -> str:
-    """Return a path relative to the working directory where it is below it."""
+    """Return a path relative to the working directory if it is below it."""
     try:
         return file.removeprefix(os.getcwd() + os.sep)
     except OSError:

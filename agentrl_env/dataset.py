@@ -63,7 +63,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         def samples(cls, split):
             return read_jsonl(Path(__file__).with_name(f"{split}.jsonl"))
 
-    Raises DefinitionError where the file cannot be read, or a line is no JSON object; it names the line.
+    Raises DefinitionError if the file cannot be read, or a line is no JSON object; it names the line.
     """
     try:
         with open(path, "rb") as file:
@@ -90,7 +90,7 @@ def derived_file(
 ) -> Path:
     """Return a file that is made of others once, such as an index of a data set.
 
-    It is made again where the content of a source has changed, or where there are other sources. A copy of
+    It is made again if the content of a source has changed, or if there are other sources. A copy of
     its folder keeps it, also on a read-only disk. ``<path>.sources`` records what it was made of.
 
     Args:
@@ -130,7 +130,7 @@ def derived_file(
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Return what a file was made of; empty where that is unknown."""
+    """Return what a file was made of; empty if that is unknown."""
     with suppress(OSError, msgspec.DecodeError):
         return _json_decoder.decode(path.read_bytes())
     return {}
@@ -147,7 +147,7 @@ def _digest(file: Path) -> str:
 
 
 def _is_made_of(record: Mapping[str, Any], files: Iterable[Path], now: Mapping[str, Any]) -> bool:
-    """Return whether a record is that of these files; only those with another time than recorded are read."""
+    """Return True if a record is that of these files; only those with another time than recorded are read."""
     known = record.get("files")
     if record.get("version") != now["version"] or not isinstance(known, dict):
         return False
@@ -214,7 +214,7 @@ class Dataset:
 
         Args:
             split: Split of the dataset.
-            index: Index of the sample; by default the seed picks one, at random without a seed. Where samples
+            index: Index of the sample; by default the seed picks one, at random without a seed. If samples
                 have names, a number is the position of one.
             seed: Seed of the episode; by default a hash of (task, split, index), so that siblings have the
                 same problem.
@@ -274,7 +274,7 @@ class Dataset:
 
 
 def _to_json(data: Any) -> None:
-    """Raise TypeError or ValueError where a sample's data would not cross the wire unchanged."""
+    """Raise TypeError or ValueError if a sample's data would not cross the wire unchanged."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -285,7 +285,7 @@ def _to_json(data: Any) -> None:
 
 
 def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
-    """Return the place of the first value that JSON cannot hold, and what it is; "" where there is none."""
+    """Return the place of the first value that JSON cannot hold, and what it is, or "" if there is none."""
     if depth > MAX_DEPTH:
         return f"is nested deeper than {MAX_DEPTH} values"
     if isinstance(value, dict | list | tuple):

@@ -177,7 +177,7 @@ def uncalled_methods(environment: type, *, base: type) -> list[str]:
 
 
 def _code(value: Any) -> CodeType | None:
-    """Return the code of a function or a method, also below a decorator that keeps it; None for others."""
+    """Return the code of a function or a method, also below a decorator that keeps it, or None for others."""
     if isinstance(value, property | cached_property):
         value = value.fget if isinstance(value, property) else value.func
     value = getattr(_plain(value), "__wrapped__", _plain(value))
@@ -185,7 +185,7 @@ def _code(value: Any) -> CodeType | None:
 
 
 def _mentions(code: CodeType, name: str) -> bool:
-    """Return whether code, or a function inside it, uses a name or a text that is the name."""
+    """Return True if code, or a function inside it, uses a name or a text that is the name."""
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return name in code.co_names or name in code.co_consts or any(_mentions(part, name) for part in inner)
 
@@ -237,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 
 def _takes(function: Callable[..., Any], given: int) -> bool:
-    """Return whether a function can be called with so many arguments."""
+    """Return True if a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * given)
     except TypeError:

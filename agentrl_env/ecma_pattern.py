@@ -121,7 +121,7 @@ def _in_class(text: str) -> str:
 
 
 def _category(name: str, negated: bool, in_class: bool) -> str | None:
-    """Return the characters of a Unicode property; None if it is not a general category."""
+    """Return the characters of a Unicode property, or None if it is not a general category."""
     if name == "Any" or name == "ASCII":
         spans: Spans = ((0, sys.maxunicode if name == "Any" else 127),)
     else:

@@ -329,7 +329,7 @@ def _is_duration(value: object) -> bool:
 
 
 def from_wire(body: Any) -> WireError | None:
-    """Rebuild the error that ``{"error": {...}}`` carries; None where the body is not one."""
+    """Rebuild the error that ``{"error": {...}}`` carries; None if the body is not one."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("type"), str):
         return None

@@ -1,7 +1,7 @@
 """Fast path of the wire: the JSON of a step, read and written with msgspec.
 
 The pydantic models of ``types`` and ``wire`` define the protocol and read everything else. For a step they
-take 12 us (5 to read the request, 1 to keep the message, 6 to write the result), these structures 3 us, where
+take 12 us (5 to read the request, 1 to keep the message, 6 to write the result), these structures 3 us, if
 a whole step in a batch takes 15 to 35 us. They have the same fields, so that code which reads a message
 takes either; what they cannot read, the models read or refuse.
 """

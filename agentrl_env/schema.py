@@ -21,7 +21,7 @@ _SUBSCHEMA_MAPS = ("properties", "$defs", "patternProperties")
 _SUBSCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SUBSCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
 _MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
-"""What a JSON text has where a number of it is NaN, infinite or too large for a float."""
+"""What a JSON text has if a number of it is NaN, infinite or too large for a float."""
 MAX_ERRORS = 3
 """Errors of one call that the model is shown."""
 _MAX_ECHO = 80
@@ -115,7 +115,7 @@ class Arguments:
             )
 
     def _check_defaults(self, function: Callable[..., Any]) -> None:
-        """Raise DefinitionError where the schema has a default that a model could not pass."""
+        """Raise DefinitionError if the schema has a default that a model could not pass."""
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
         for name, part in self.schema["properties"].items():
             if "default" not in part or name not in defaults:
@@ -129,7 +129,7 @@ class Arguments:
                 )
 
     def _refusal(self, name: str, arguments: str | dict[str, Any]) -> str:
-        """Return why an argument is refused, "" where it is not; the other ones may be missing."""
+        """Return why an argument is refused, "" if it is not; the other ones may be missing."""
         validator = self._adapter.validator
         try:
             if isinstance(arguments, str):
@@ -207,7 +207,7 @@ class Arguments:
         return f"argument {echo(where)}{_reason(problem)}, got {echo(problem['input'])}"
 
     def _known(self, path: Sequence[str | int]) -> str:
-        """Return the names of the fields at a path of an error; "" where a union leaves them open."""
+        """Return the names of the fields at a path of an error; "" if a union leaves them open."""
         node: Any = self.schema
         for part in (*path, None):
             options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
@@ -270,7 +270,7 @@ def _reason(problem: Any) -> str:
 
 
 def _continues(line: str, current: str) -> bool:
-    """Return whether an indented line continues the entry above it: it is indented deeper than entries."""
+    """Return True if an indented line continues the entry above it: it is indented deeper than entries."""
     return bool(current) and len(line) - len(line.lstrip()) > 4
 
 

@@ -301,7 +301,7 @@ class StepBuilder:
         return encode_result(session_id, seq, self.messages, self.reward, status, self.metrics, self.info)
 
     def _parse(self, tools: Toolset, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
-        """Return the tool and the arguments of a call; None where it is answered with an error."""
+        """Return the tool and the arguments of a call, or None if it is answered with an error."""
         name = request.function.name
         found = tools.tools.get(name)
         if found is None:

@@ -563,7 +563,7 @@ class Beat(_Model):
     leaving: bool = False
     """True if the server is shutting down gracefully and has no open session."""
     counts: Counts | None = None
-    """What the server has counted, where that has changed since the last of its beats that told it."""
+    """What the server has counted, if that has changed since the last of its beats that told it."""
 
 
 class Welcome(_Model):

@@ -304,7 +304,7 @@ class Batcher:
         try:
             results = await self._send_batch(items)
             pending = [isinstance(result, StepPending) for result in results]
-            # Where most are late, the server is busy rather than a session slow.
+            # If most are late, the server is busy rather than a session slow.
             some_are_slow = 2 * sum(pending) < len(items)
             for item, result, late in zip(items, results, pending, strict=True):
                 if late:
@@ -396,7 +396,7 @@ def _retry_after(response: Response) -> float:
 
 
 def _is_temporary(response: Response) -> bool:
-    """Return whether a proxy answered for an absent server, or a controller lacks its shared state."""
+    """Return True if a proxy answered for an absent server, or a controller lacks its shared state."""
     if response.status not in RETRIED:
         return False
     error = response.error()

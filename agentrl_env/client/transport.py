@@ -140,7 +140,7 @@ class HttpTransport:
 
 
 async def _read(response: httpx.Response) -> bytes:
-    """Return the body of an answer. Raises ProtocolError where it is endless."""
+    """Return the body of an answer. Raises ProtocolError if it is endless."""
     body, pieces = bytearray(), 0
     async for piece in response.aiter_raw():
         body += piece
@@ -337,7 +337,7 @@ class ServerTransport:
     Args:
         http: carries calls until an answer has announced the WebSocket.
         socket: carries them from then on.
-        clock: seconds, monotonic.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class FailoverTransport:
 
 
 def _is_local_refusal(response: Response) -> bool:
-    """Return whether another controller may accept the call: this one drains, or lacks the shared state."""
+    """Return True if another controller may accept the call: this one drains, or lacks the shared state."""
     if response.status not in (502, 503, 504):
         return False
     error = response.error()  # None in the answer of a proxy

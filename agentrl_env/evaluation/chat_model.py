@@ -16,9 +16,9 @@ from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
 
 ATTEMPTS = 5
-"""Requests for one completion, where the endpoint fails or does not answer."""
+"""Requests for one completion, if the endpoint fails or does not answer."""
 BUSY_ATTEMPTS = 10
-"""Requests for one completion, where the endpoint has too many: four minutes without ``Retry-After``."""
+"""Requests for one completion, if the endpoint has too many: four minutes without ``Retry-After``."""
 PAUSE_S = 0.5
 """Seconds before the second request; each further pause is twice as long, up to ``MAX_OWN_PAUSE_S``."""
 MAX_OWN_PAUSE_S = 60.0
@@ -53,7 +53,7 @@ class ContextFull(ModelFailed):
 
 
 class EndpointFailed(ModelFailed):
-    """The endpoint failed, and another request may succeed; ``busy`` where it has too many requests."""
+    """The endpoint failed, and another request may succeed; ``busy`` if it has too many requests."""
 
     def __init__(self, message: str, *, busy: bool = False) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class EndpointFailed(ModelFailed):
 
 
 class Usage(BaseModel):
-    """Tokens of one completion as the endpoint counts them; None where it does not."""
+    """Tokens of one completion as the endpoint counts them; None if it does not."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -72,7 +72,7 @@ class TurnRecord(_Frozen):
     invalid_calls: int = 0
     """Calls that the environment rejected."""
     model_s: float | None = None
-    """Seconds of the model; None where they are not measured."""
+    """Seconds of the model; None if they are not measured."""
     repeats: int = 0
     """Requests that failed before the one that was answered."""
     environment_s: float | None = None
@@ -92,7 +92,7 @@ class EpisodeRecord(_Frozen):
     opening: tuple[Message, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
     end: str
-    """Final status of the session; ``truncated_context`` where the conversation outgrew the model."""
+    """Final status of the session; ``truncated_context`` if the conversation outgrew the model."""
     reward: float = 0.0
     success: bool = False
     metrics: dict[str, float] = Field(default_factory=dict)

@@ -29,7 +29,7 @@ from agentrl_env.types import TRUNCATED, Message, SessionStatus, StepResult, Tas
 RETRY_PAUSE_S = 1.0
 """Seconds before an episode that failed is begun again; each further pause is twice as long."""
 FAILURES_IN_A_ROW = 20
-"""Failed episodes in a row after which an evaluation stops; more where more are played at a time."""
+"""Failed episodes in a row after which an evaluation stops; more if more are played at a time."""
 FATAL = (
     DefinitionError,
     EvaluationError,
@@ -66,7 +66,7 @@ def choose_indices(task: TaskInfo, split: str, samples: int, *, seed: int = 0) -
 
 
 def model_policy(model: ChatModel, run: EvaluationRun) -> PolicyOf:
-    """Return the policy of a model; requests carry the episode's seed where the settings say so."""
+    """Return the policy of a model; requests carry the episode's seed if the settings say so."""
 
     def of(index: int | str, attempt: int) -> Policy:
         seed = run.settings.episode_seed(index, attempt) if run.settings.send_seed else None

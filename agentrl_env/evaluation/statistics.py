@@ -36,7 +36,7 @@ def effective_trials(groups: Sequence[Sequence[bool]]) -> float:
     """Return the number of independent trials that say as much as groups of trials of one sample each.
 
     Attempts at one sample resemble one another, so that they say less than attempts at as many samples. The
-    number is ``p (1 - p) / v``, where ``v`` is the variance of the share that the groups' means show, between
+    number is ``p (1 - p) / v``, if ``v`` is the variance of the share that the groups' means show, between
     the number of groups and that of trials (the design effect: L. Kish, "Survey Sampling", 1965).
     """
     groups = [group for group in groups if group]
@@ -133,5 +133,5 @@ def bootstrap_interval(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean; None without values."""
+    """Return the mean, or None without values."""
     return fmean(values) if values else None

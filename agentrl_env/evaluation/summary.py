@@ -45,7 +45,7 @@ class Latency(_Frozen):
 
 
 class Tokens(_Frozen):
-    """Tokens of the episodes with a result, as the endpoint counts them; None where it does not."""
+    """Tokens of the episodes with a result, as the endpoint counts them; None if it does not."""
 
     input: int | None
     output: int | None
@@ -173,7 +173,7 @@ def summarize(
 def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
     """Return the paired comparison of two evaluations of one task.
 
-    Raises EvaluationError where they are of other tasks or splits, or have no sample in common, or a sample
+    Raises EvaluationError if they are of other tasks or splits, or have no sample in common, or a sample
     was another problem.
     """
     one, two = first.settings, second.settings

@@ -1,1 +1,1 @@
-"""One address for many servers: places sessions, routes calls, and says what was lost."""
+"""One address for many servers: places sessions, routes calls and reports lost sessions."""

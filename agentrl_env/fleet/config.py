@@ -44,7 +44,7 @@ class TaskConfig(BaseModel):
     """The servers of one task.
 
     Give ``target``, or ``image`` with ``kind = "docker"``; only that kind has ``limits`` and ``network``.
-    ``name`` names the servers.
+    The servers are named after ``name``.
     """
 
     model_config = _FROZEN
@@ -121,9 +121,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def read_fleet_config(file: Path) -> FleetConfig:
-    """Read a fleet's file; targets are relative to its folder.
+    """Read a fleet's configuration file. Relative targets start at the file's folder.
 
-    Raises LaunchError if the file cannot be read or is invalid; the message names the key.
+    Raises LaunchError if the file cannot be read or is invalid. The message names the key.
     """
     try:
         config = FleetConfig.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
@@ -139,7 +139,7 @@ def read_fleet_config(file: Path) -> FleetConfig:
 
 
 def _problem(error: ErrorDetails) -> str:
-    """Return one error of the file with its key."""
+    """Return the message for a validation error, starting with the key in the file."""
     key = ".".join(str(part) for part in error["loc"]) or "the file"
     if error["type"] == "extra_forbidden":
         *parents, name = (part for part in error["loc"] if isinstance(part, str))
@@ -151,7 +151,7 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def resolve_target(folder: Path, target: str) -> str:
-    """Return a target of a file in ``folder``: relative to that folder if such a path exists there.
+    """Return a target with its path relative to ``folder`` if the path exists there.
 
     The name of an installed task becomes its ``module:Class``.
     """

@@ -1,4 +1,4 @@
-"""The service of a fleet: the calls of the protocol, each forwarded to the server that holds the session."""
+"""The service of a fleet: forwards each call of the protocol to the server that holds the session."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from agentrl_env.wire import (
 )
 
 LIST_S = 2.0
-"""Seconds that a server may take to list its sessions; its sessions are missing after that."""
+"""Seconds to wait for a server's list of sessions. The sessions of a slower server are omitted."""
 SHUTTING_DOWN = "the controller is shutting down; open sessions at another"
 
 
@@ -64,17 +64,17 @@ class FleetService:
     """The sessions of all servers that have a link to this controller; a ``Service``.
 
     Args:
-        store: shared with the other controllers; by default there are none.
+        store: state that the controllers share. By default this is the only controller.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
         stuck_after_s: as for ``Registry``.
-        queue_s: minimum of the seconds that an opening waits for a place.
+        queue_s: seconds that an opening waits for a place, at least.
         adoption_s: seconds that a session of a lost server waits for a place; ``queue_s`` by default.
         task_limits: maximum number of sessions of a task in the whole fleet.
         client_limit: maximum number of sessions of one client.
-        resume: continue the sessions of a lost server on another one, where their tasks have ``snapshot``
-            and ``restore``. A step that was under way is played again, so that its effects outside the
-            session's own state may happen twice.
-        clock: seconds, monotonic.
+        resume: continue the sessions of a lost server on another one, if their tasks have ``snapshot``
+            and ``restore``. A step that was in progress is repeated, so its effects outside the session's
+            own state might happen twice.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FleetService:
         self.store: FleetStore = store or MemoryStore(clock)
         self._queue_s = queue_s
         self.metrics = Metrics()
-        """Counters of the controller, with the sums of what its servers count."""
+        """Counters of the controller, including the sums over its servers."""
         self.registry = Registry(
             self.store,
             lost_after_s=lost_after_s,
@@ -121,7 +121,7 @@ class FleetService:
         return self._routing.survives
 
     def use_token(self, token: str) -> None:
-        """Seal with the operator token what the controllers share in the store."""
+        """Use the operator token to seal the entries that the controllers share in the store."""
         self._opener.seal_key = token.encode()
 
     def gauges(self) -> Mapping[str, float]:
@@ -136,24 +136,24 @@ class FleetService:
         }
 
     def check_ready(self) -> None:
-        """Raise ServerDraining where no session can be opened."""
+        """Raise ServerDraining if no session can be opened."""
         if self.draining:
             raise ServerDraining(SHUTTING_DOWN)
 
     async def start(self) -> None:
-        """Connect to the store, and begin to watch the servers. Raises ServeError."""
+        """Connect to the store and start to watch the servers. Raises ServeError."""
         await self.store.start()
         self.registry.start()
 
     def fail_waiting(self) -> None:
-        """Answer all calls under way with errors: the controller ends, another may answer them."""
-        reason = "this controller is shutting down; ask another, or again"
+        """Answer all calls in progress with errors, so that callers turn to another controller."""
+        reason = "this controller is shutting down; call another one, or try again"
         for server in self.servers.values():
             server.fail_calls(partial(StateUnavailable, reason, retry_after=1))
         self._placement.fail_waiting(partial(ServerDraining, reason))
 
     async def aclose(self) -> None:
-        """Disconnect; the servers and their sessions go on."""
+        """Disconnect. The servers and their sessions continue."""
         self.draining = True
         await self.registry.stop()
         playing = list(self._playing)
@@ -170,22 +170,22 @@ class FleetService:
         return TaskList(tasks=tuple(tasks.values()))
 
     async def open(self, request: OpenRequest) -> bytes:
-        """Open a session on the least loaded server; the same ``request_id`` again returns the same one.
+        """Open a session on the least loaded server. A repeated ``request_id`` returns the same session.
 
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed, and
-        IdempotencyConflict where the ``request_id`` was used for another request.
+        IdempotencyConflict if the ``request_id`` was used for another request.
         """
         key = request.request_id or secrets.token_urlsafe(12)
         bound = request.model_copy(update={"digest": request.digest or payload_digest(request)})
-        # The claim of the key decides between two requests under it, also at two controllers.
+        # Of two requests with one key, even at two controllers, the one that claims the key wins.
         return await self._openings.run(f"{bound.digest} {key}", lambda: self._open(bound, key))
 
     async def step(self, request: Step) -> bytes:
-        """Play one assistant message; return the StepResult as JSON."""
+        """Play one assistant message and return the StepResult as JSON."""
         return await self._forward("step", request.session_id, _step_json(request))
 
     async def step_many(self, request: FastBatch | StepBatch) -> list[bytes | WireError]:
-        """Step many sessions; return the result or the error of each step.
+        """Step many sessions and return the result or the error of each step.
 
         The batch is split by server. With ``wait_s``, a server without a link delays only its own steps.
         """
@@ -200,7 +200,7 @@ class FleetService:
         text = _json(request)
 
         async def ask(server: RemoteServer) -> SessionList | None:
-            """Return the sessions of a server; None where it does not answer in time."""
+            """Return the sessions of a server, or None if it does not answer in time."""
             with suppress(WireError, TimeoutError):
                 async with asyncio.timeout(LIST_S):
                     answer = await server.call("sessions", text)
@@ -216,7 +216,7 @@ class FleetService:
         return await self._forward("transcript", request.session_id, _json(request))
 
     async def drain_server(self, request: DrainRequest) -> FleetInfo:
-        """Place no new sessions on a server, or place them again; the other controllers follow it.
+        """Stop or resume placing new sessions on a server. The other controllers follow.
 
         Raises UnknownServer.
         """
@@ -224,7 +224,7 @@ class FleetService:
         if server is None:
             raise UnknownServer(f"no server {request.server_id!r} in this fleet; GET /v1/fleet lists them")
         server.stale = request.draining
-        with suppress(WireError, TimeoutError):  # it is busy, or of a version without this call
+        with suppress(WireError, TimeoutError):  # the server is busy, or too old to have this call
             async with asyncio.timeout(LIST_S):
                 await server.call("drain_server", _json(request))
             server.draining = request.draining  # as its next heartbeat reports
@@ -264,7 +264,7 @@ class FleetService:
         return answer
 
     async def close(self, request: SessionRequest) -> None:
-        """End a session; idempotent. A session that is lost or unknown has ended."""
+        """End a session. Idempotent: a lost or unknown session counts as ended."""
         with suppress(SessionLost, UnknownSession):
             await self._routing.close(request.session_id)
 
@@ -283,7 +283,7 @@ class FleetService:
         return opened
 
     async def _recall(self, session_ids: Sequence[str]) -> list[bytes] | None:
-        """Return the state of sessions that a request has opened; None where one is lost."""
+        """Return the state of the sessions that a request opened, or None if one of them is lost."""
         calls = [self.info(SessionRequest(session_id=session_id)) for session_id in session_ids]
         try:
             return list(await asyncio.gather(*calls))
@@ -291,7 +291,7 @@ class FleetService:
             return None
 
     async def _forward(self, call: str, session_id: str, request: bytes) -> bytes:
-        """Make a call of one session, again at the next server where one is lost meanwhile."""
+        """Forward a call to the session's server. If the server is lost, repeat the call at the next one."""
         while True:
             server = await self._routing.find(session_id)
             try:
@@ -307,12 +307,12 @@ class FleetService:
                 self._routing.interrupted([session_id])
 
     async def _step_in_turn(self, step: Step) -> bytes:
-        """Play a step that goes on, with its turn, where the caller has to ask for its result again."""
+        """Play a step in a task of its own, which continues if the caller stops waiting for the result."""
 
         def end(playing: asyncio.Task[bytes]) -> None:
             self._playing.discard(playing)
             if not playing.cancelled():
-                playing.exception()  # it is retrieved, also where its caller is gone
+                playing.exception()  # mark it as retrieved, even if the caller is gone
 
         playing = asyncio.create_task(self._forward("step", step.session_id, _step_json(step)))
         self._playing.add(playing)
@@ -343,13 +343,13 @@ class FleetService:
         return results
 
     async def _step_group(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
-        """Play steps of sessions on one server; where that is lost meanwhile, split them again."""
+        """Play steps of sessions on one server. If the server is lost, split the steps anew."""
         items = b",".join(map(_step_json, steps))
         request = b'{"wait_s":%b,"steps":[%b]}' % (to_json(wait_s), items)
         session_ids = {step.session_id for step in steps}
         try:
             server = await self._routing.find(steps[0].session_id)
-            if self._routing.takes_turns(steps[0].session_id):  # and is alone in its group
+            if self._routing.takes_turns(steps[0].session_id):  # such a session is alone in its group
                 return [await self._step_in_turn(steps[0])]
             if self.resumes:
                 others = session_ids - {steps[0].session_id}
@@ -399,7 +399,7 @@ def _split(number: int, answer: bytes) -> list[bytes | WireError]:
 
 
 def _object(answer: bytes | msgspec.Raw) -> bytes:
-    """Return an answer that is a JSON object; what it holds concerns its own session only."""
+    """Return an answer after checking that it is a JSON object. Its content affects only its session."""
     text = bytes(answer)
     if not text.startswith(b"{"):
         raise ValueError("not an object")
@@ -413,4 +413,4 @@ _READ: dict[str, Callable[[bytes], object]] = {
     "expert": ExpertAnswer.model_validate_json,
     "fork": ForkAnswer.model_validate_json,
 }
-"""Readers of the answers of a session's calls; only those of steps are not read in full."""
+"""Readers that check the answer of each call. All but the reader of steps parse it completely."""

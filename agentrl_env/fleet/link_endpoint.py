@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agentrl_env.fleet.registry import Registry
 
 HELLO_S = 10.0
-"""Seconds until the first frame must have arrived."""
+"""Seconds within which the first frame must arrive."""
 
 
 class _FirstFrame(BaseModel):
@@ -43,7 +43,7 @@ def link_endpoint(registry: Registry) -> Callable[[WebSocket], Awaitable[None]]:
             await websocket.close(1008, f"the first frame must be a hello: {error.errors()[0]['msg']}"[:120])
             return
         if not hello.is_genuine:
-            await websocket.close(1008, "the key is not that of this server's id")
+            await websocket.close(1008, "the key does not belong to this server's id")
             return
         if registry.is_taken(hello):
             await websocket.close(1008, "another process has this server's id")
@@ -87,14 +87,14 @@ async def _write(websocket: WebSocket, outbox: Outbox) -> None:
 
 
 async def _read(websocket: WebSocket, registry: Registry, server_id: str, outbox: Outbox) -> None:
-    """Handle frames until the server disconnects, or sends a malformed one."""
+    """Handle frames until the server disconnects or sends a malformed frame."""
     while True:
         try:
             frame = await _receive(websocket)
         except WebSocketDisconnect:
             return
         if outbox.closed:
-            return  # frames of an old link may be out of date
+            return  # frames of an old link might be out of date
         try:
             if frame.startswith(b'{"beat":'):
                 registry.hear_beat(server_id, _BeatFrame.model_validate_json(frame).beat)
@@ -103,6 +103,6 @@ async def _read(websocket: WebSocket, registry: Registry, server_id: str, outbox
             else:
                 registry.routing.hear(server_id, frame)
         except ValueError:
-            await registry.lose(server_id, "it sent what is not a frame of a link")
-            await websocket.close(1008, "not a frame of a link")
+            await registry.lose(server_id, "it sent a malformed frame")
+            await websocket.close(1008, "malformed frame")
             return

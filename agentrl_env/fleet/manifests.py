@@ -21,7 +21,7 @@ _GRACE_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
-    """The controller, or the servers of one task; ``secret`` is the key of its token in the secret."""
+    """The controller, or the servers of one task. ``secret`` is the token's key in the Kubernetes secret."""
 
     name: str
     image: str
@@ -39,9 +39,9 @@ def kubernetes(config: FleetConfig) -> str:
     """Return the manifests as YAML documents.
 
     The servers connect to the controller and need no Service; the network policy allows them to reach only
-    the controller and DNS. The secret ``NAME-token`` holds the operator's token under the key ``token`` for
-    the controller, and the output of ``agentrl-env controller --print-link-token`` under the key ``link``
-    for the servers; the key of agent tokens under ``agents`` is optional.
+    the controller and DNS. The secret ``NAME-token`` has three keys: ``token`` is the operator's token for
+    the controller, ``link`` is the output of ``agentrl-env controller --print-link-token`` for the servers,
+    and ``agents`` is the optional key of agent tokens.
     """
     controller, *servers = _workloads(config, f"{config.name}-{_CONTROLLER}")
     metadata = _metadata(config, _CONTROLLER)
@@ -60,14 +60,14 @@ def kubernetes(config: FleetConfig) -> str:
 
 
 def compose(config: FleetConfig) -> str:
-    """Return a Compose file; the servers can reach only the controller.
+    """Return a Compose file in which the servers can reach only the controller.
 
     Only the controller is on a network with outside access. The operator's token comes from the configured
-    variable; ``AGENTRL_LINK_TOKEN`` holds the output of ``agentrl-env controller --print-link-token`` for
+    variable. ``AGENTRL_LINK_TOKEN`` holds the output of ``agentrl-env controller --print-link-token`` for
     the servers.
     """
     controller, *servers = _workloads(config, _CONTROLLER)
-    hint = "set it to what agentrl-env controller --print-link-token prints"
+    hint = "set it to the output of agentrl-env controller --print-link-token"
     link = f"${{{_LINK_VARIABLE}:?{hint}}}"
     token = f"${{{config.controller.token_env}:?set the token of the fleet}}"
     controller.environment[AGENT_KEY] = f"${{{AGENT_KEY}:-}}"
@@ -105,7 +105,7 @@ def _workloads(config: FleetConfig, host: str) -> list[_Workload]:
         port=_CONTROLLER_PORT,
         entrypoint=[_ENTRY],
     )
-    # The options follow those of the image, which keep the server listening for health checks.
+    # Appended to the image's own options, which make the server listen for health checks.
     link = ["--controller", f"http://{host}:{_CONTROLLER_PORT}"]
     servers = [
         _Workload(
@@ -236,7 +236,7 @@ def _network_policy(config: FleetConfig) -> dict[str, Any]:
 
 
 def _yaml(value: Any, indent: int = 0) -> str:
-    """Return a value as YAML in block style; scalars are JSON, a subset of YAML."""
+    """Return a value as YAML in block style. Scalars are written as JSON, a subset of YAML."""
     pad = " " * indent
     lines = []
     if isinstance(value, dict) and value:

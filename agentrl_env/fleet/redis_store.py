@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ANSWER_S = 2.0
 """Seconds that Redis may take to answer."""
 SERVER_S = 24 * 3600
-"""Seconds for which it is kept that a server exists, and that it is lost."""
+"""Seconds for which the records that a server exists, and that it is lost, are kept."""
 _UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
 _WRITE = """
 if (redis.call('hget', KEYS[1], 'version') or '') ~= ARGV[1] then return 0 end
@@ -30,14 +30,14 @@ return redis.call('expire', KEYS[1], ARGV[4])
 class RedisStore:
     """A ``FleetStore`` in Redis.
 
-    While Redis is away, open sessions go on, because their ids name their servers; new ones are refused,
-    and no server is declared lost.
+    While Redis is unavailable, open sessions continue because their ids name their servers. New sessions are
+    refused, and no server is declared lost.
 
     Args:
         url: such as ``redis://127.0.0.1:6379/0``.
         fleet: name that separates fleets in one Redis.
 
-    Raises ServeError where the extra ``[redis]`` is not installed.
+    Raises ServeError if the extra ``[redis]`` is not installed.
     """
 
     def __init__(self, url: str, *, fleet: str = "fleet") -> None:
@@ -58,14 +58,14 @@ class RedisStore:
         self._closed = False
 
     async def start(self) -> None:
-        """Connect. Raises ServeError where Redis does not answer."""
+        """Connect. Raises ServeError if Redis does not answer."""
         try:
             await self._answer(self._redis.ping())
         except StateUnavailable as error:
             raise ServeError(error.message) from error
 
     async def claim(self, key: str, claim: str) -> str:
-        """Claim an idempotency key, unless it is claimed already; return its claim."""
+        """Claim an idempotency key unless it is already claimed, and return the current claim."""
         name = self._key("claim", key)
         first = await self._answer(self._redis.set(name, claim, nx=True, get=True, ex=int(CLAIM_S)))
         return str(first) if first is not None else claim
@@ -80,17 +80,17 @@ class RedisStore:
         return claim
 
     async def agent_key(self, key: str) -> str:
-        """Keep a key of agent tokens unless there is one already; return the one that is kept."""
+        """Store a key for agent tokens unless one is already stored, and return the stored key."""
         first = await self._answer(self._redis.set(self._key("key", "agents"), key, nx=True, get=True))
         return str(first) if first is not None else key
 
     async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
-        """Keep, until a Unix time, the id of a session's only valid agent token."""
+        """Store the id of a session's only valid agent token until a Unix time."""
         name = self._key("tokens", "revoked")
         await self._answer(self._redis.hset(name, session_id, f"{token_id} {until}"))
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
-        """Return the id and the end of each revocation that holds at a Unix time; remove the others."""
+        """Return the token id and the end of each revocation in force at a Unix time. Remove the others."""
         name, kept, over = self._key("tokens", "revoked"), {}, []
         for session_id, text in (await self._answer(self._redis.hgetall(name))).items():
             with suppress(ValueError):
@@ -104,34 +104,34 @@ class RedisStore:
         return kept
 
     async def report_alive(self, server_id: str) -> None:
-        """Record that this controller has heard a server."""
+        """Record that this controller received a heartbeat from a server."""
         await self._answer(self._redis.set(self._key("seen", server_id), "1", ex=SERVER_S))
 
     async def is_alive(self, server_id: str, within_s: float) -> bool:
-        """Return whether any controller has heard a server in the last seconds, by the clock of Redis."""
+        """Return True if any controller received a heartbeat within the last seconds, by the Redis clock."""
         left_ms = await self._answer(self._redis.pttl(self._key("seen", server_id)))
-        return bool(SERVER_S * 1000 - left_ms < within_s * 1000)  # negative where there is none
+        return bool(SERVER_S * 1000 - left_ms < within_s * 1000)  # negative if there is no key
 
     async def report_lost(self, server_id: str) -> None:
         """Record that a server is lost."""
         await self._answer(self._redis.set(self._key("lost", server_id), "1", ex=SERVER_S))
 
     async def is_lost(self, server_id: str) -> bool:
-        """Return whether a server was declared lost."""
+        """Return True if a server was declared lost."""
         return bool(await self._answer(self._redis.exists(self._key("lost", server_id))))
 
     async def knows(self, server_id: str) -> bool:
-        """Return whether any controller has ever heard a server."""
+        """Return True if any controller has ever received a heartbeat from a server."""
         return bool(await self._answer(self._redis.exists(self._key("seen", server_id))))
 
     async def read(self, session_id: str) -> tuple[bytes | None, str]:
-        """Return the record of a session and its version; ``None, ""`` where there is none."""
+        """Return the record of a session and its version, or ``None, ""`` if there is none."""
         names = ["record", "version"]
         record, version = await self._answer(self._redis.hmget(self._key("session", session_id), names))
         return None if version is None else (record or "").encode(), version or ""
 
     async def write(self, session_id: str, record: bytes | None, version: str, ttl_s: float) -> bool:
-        """Compare and set the record of a session; return False where it has another version."""
+        """Compare and set the record of a session. Return False if its version differs."""
         new = "" if record is None else secrets.token_hex(8)
         values = (version, new, (record or b"").decode(), str(int(ttl_s)))
         return bool(
@@ -139,7 +139,7 @@ class RedisStore:
         )
 
     async def aclose(self) -> None:
-        """Disconnect; a call that is made or under way afterwards keeps no connection."""
+        """Disconnect. Calls that are still in progress, or made later, keep no connection."""
         self._closed = True
         await self._redis.aclose()
 
@@ -147,7 +147,7 @@ class RedisStore:
         return f"{self._prefix}{kind}:{name}"
 
     async def _answer(self, call: Awaitable[Any] | Any) -> Any:
-        """Await an answer of Redis. Raises StateUnavailable."""
+        """Wait for an answer from Redis. Raises StateUnavailable."""
         from redis.exceptions import RedisError
 
         task = asyncio.current_task()
@@ -159,8 +159,8 @@ class RedisStore:
             reason = f"the controller's Redis does not answer ({error or type(error).__name__}); try again"
             raise StateUnavailable(reason, retry_after=1) from error
         finally:
-            if self._closed:  # a call under way may have connected again
+            if self._closed:  # a call in progress might have connected again
                 await self._redis.aclose()
             if task and task.cancelling() > cancellations:
-                # redis-py uses wait_for; in Python 3.11 it drops a cancellation that comes with the result.
+                # redis-py uses wait_for, which in Python 3.11 can lose a cancellation.
                 raise asyncio.CancelledError

@@ -23,21 +23,21 @@ T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 
 BEAT_S = 1.0
-"""Interval of heartbeats."""
+"""Seconds between heartbeats."""
 BLIND_FACTOR = 3
-"""Factor on ``lost_after_s`` while the store cannot tell whether another controller hears a server."""
+"""Factor on ``lost_after_s`` while the store, which knows the heartbeats to other controllers, is down."""
 PROBE_S = 2.0
-"""Seconds without an answer, while there are heartbeats, after which a server is asked whether it answers."""
+"""Probe a server that sends heartbeats but has not answered a call for this many seconds."""
 MAX_REMEMBERED = 10_000
-"""Names in each set that would grow as long as the controller runs."""
+"""Maximum size of each set of names, which would otherwise grow as long as the controller runs."""
 LOST_SHOWN, LOST_SHOWN_S = 100, 600.0
-"""Lost servers that are listed, and seconds for which they are."""
+"""Maximum number of lost servers in the list, and seconds for which a server stays in it."""
 MAX_SOURCES = 4096
-"""Number of serving processes whose last report is kept, to know what the next one adds."""
+"""Number of serving processes whose last report is kept, to compute the increase of the next one."""
 _NO_TASK, _NO_DURATIONS = TaskCounts(), Durations()
 _STATUSES = frozenset(status.value for status in SessionStatus)
 LOST_STATUS = SessionLost.type
-"""Status under which sessions of lost servers are counted; none of them has ended by itself."""
+"""Status under which sessions of lost servers are counted."""
 LOST = "the server that held the session is gone; open a new one"
 
 
@@ -47,13 +47,13 @@ def home(session_id: str) -> str:
 
 
 class FleetCounts:
-    """Adds what servers count to the metrics of a controller.
+    """Adds the servers' counts to the metrics of a controller.
 
-    Reports are sums since the start of a process, so that a lost or repeated one does no harm, and only
-    what a report adds to the one before it is counted, so that no sum falls where a server is replaced.
+    A report contains totals since the start of a process, so a lost or repeated report does no harm. Only the
+    increase since the previous report is added, so no sum decreases when a server is replaced.
 
     Args:
-        metrics: of the controller.
+        metrics: metrics of the controller.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -61,7 +61,7 @@ class FleetCounts:
         self._last: OrderedDict[str, Counts] = OrderedDict()
 
     def add(self, server: RemoteServer, counts: Counts) -> None:
-        """Add a report; what it says of other tasks and tools than the server's is left out."""
+        """Add a report. Counts of tasks and tools that the server does not have are ignored."""
         before = self._last.pop(counts.source, None) or Counts(source=counts.source)
         self._last[counts.source] = counts
         if len(self._last) > MAX_SOURCES:
@@ -81,7 +81,7 @@ class FleetCounts:
 
 
 class RecentNames:
-    """A set of the names that were added last; beyond ``MAX_REMEMBERED`` it drops the oldest ones."""
+    """A set of at most ``MAX_REMEMBERED`` names, which drops the oldest names first."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, None] = OrderedDict()
@@ -93,7 +93,7 @@ class RecentNames:
         return len(self._names)
 
     def add(self, *names: str) -> None:
-        """Add names, as the newest ones."""
+        """Add names and mark them as the newest."""
         for name in names:
             self._names[name] = None
             self._names.move_to_end(name)
@@ -108,17 +108,17 @@ class RecentNames:
 class Registry:
     """The servers that are linked to this controller.
 
-    A server that no controller hears is declared lost, by all controllers and for good: where it comes
-    back it ends its sessions and takes a new id.
+    A server without heartbeats at any controller is declared lost by all controllers, permanently. If it
+    reconnects, it ends its sessions and takes a new id.
 
     Args:
         store: shared with the other controllers.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
-        stuck_after_s: the same over a link that is open, where that is longer: such a server is busy, and
-            its watchdog kills it where it stays so.
-        on_room: callback when a server may have room.
-        metrics: of the controller; what the servers count is added to them.
-        clock: seconds, monotonic.
+        stuck_after_s: the same limit for a server whose link is open, if it is longer. Such a server is
+            busy, and its watchdog kills it if it gets stuck.
+        on_room: called when a server might have room.
+        metrics: metrics of the controller, to which the servers' counts are added.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -144,28 +144,28 @@ class Registry:
         self._metrics = metrics or Metrics()
         self._counts = FleetCounts(self._metrics)
         self._orphans: OrderedDict[str, str] = OrderedDict()
-        """Tasks of the sessions of lost servers that others can continue."""
+        """Task of each session of a lost server that other servers can continue, by session id."""
         self._recently_lost: OrderedDict[str, tuple[LostServer, float]] = OrderedDict()
-        """Lost servers, and when, oldest first."""
+        """Lost servers with the time of the loss, oldest first."""
         self._started = -math.inf
-        """Time since when servers can connect."""
+        """Time from which on servers could connect."""
         self._awake = -math.inf
-        """Time since when this process has not been suspended, so that it could hear servers."""
+        """Time of the end of this process's last suspension, during which it received no heartbeats."""
         self._joined = asyncio.Condition()
         self._lost = RecentNames()
-        """Servers that this controller has declared lost, whether or not the store still knows."""
+        """Servers that this controller has declared lost, kept even if the store forgets them."""
         self._left = RecentNames()
-        """Servers that have shut down in order."""
+        """Servers that have announced their shutdown and left."""
         self._unreported: set[str] = set()
-        """Lost servers that the store could not be told of."""
+        """Lost servers that are not yet recorded in the store."""
         self._probes: dict[str, asyncio.Task[None]] = {}
-        """Calls to servers that have not answered for a while."""
+        """Probes of servers that have not answered for a while."""
         self._reported: dict[str, float] = {}
-        """Last heartbeat of each server that the store was told of."""
+        """Time of the last heartbeat of each server that is recorded in the store."""
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to watch the servers."""
+        """Start to watch the servers."""
         self._started = self._clock()
         self._watching = asyncio.create_task(self._watch())
 
@@ -177,8 +177,8 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def join(self, hello: Hello, outbox: Outbox) -> bool:
-        """Accept the link of a server; return False where its sessions were declared lost before."""
-        with suppress(StateUnavailable):  # open sessions go on without the store
+        """Accept the link of a server, or return False if its sessions were declared lost."""
+        with suppress(StateUnavailable):  # open sessions continue without the store
             if await self.is_lost(hello.server_id):
                 return False
             await self._store.report_alive(hello.server_id)
@@ -200,12 +200,12 @@ class Registry:
         return True
 
     def is_taken(self, hello: Hello) -> bool:
-        """Return whether a server's id belongs to another process that has a link."""
+        """Return True if another process with an open link has the server's id."""
         server = self.servers.get(hello.server_id)
         return server is not None and server.linked and server.place != hello.place
 
     def unlink(self, server_id: str, outbox: Outbox) -> None:
-        """Handle the end of a link; a server that has announced its shutdown is removed."""
+        """Handle the end of a link. Remove the server if it has announced its shutdown."""
         server = self.servers.get(server_id)
         if server is not None:
             server.unlink(outbox)
@@ -224,7 +224,7 @@ class Registry:
             self._on_room()
 
     def hear_answer(self, server_id: str, frame: bytes) -> None:
-        """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
+        """Pass an answer to its caller. Raises ValueError if the frame is not an answer."""
         server = self.servers.get(server_id)
         if server is not None:
             server.hear_answer(frame)
@@ -234,7 +234,7 @@ class Registry:
         server = self.servers.get(server_id)
         self._lost.add(server_id)
         self._unreported.add(server_id)
-        with suppress(StateUnavailable):  # the watch reports it later
+        with suppress(StateUnavailable):  # the periodic check records it later
             await self._report_lost(server_id)
         if server is not None:
             fate = "others continue its" if self.routing.survives else "so are its"
@@ -244,11 +244,11 @@ class Registry:
             self._remove(server_id, LOST)
 
     def has_left(self, server_id: str) -> bool:
-        """Return whether a server has shut down in order."""
+        """Return True if a server has announced its shutdown and left."""
         return server_id in self._left
 
     async def is_lost(self, server_id: str) -> bool:
-        """Return whether a server was declared lost, by any controller, or has shut down; then remove it."""
+        """Return True, and remove the server, if it has shut down or any controller declared it lost."""
         lost = server_id in self._lost or server_id in self._left or await self._store.is_lost(server_id)
         if lost:
             server = self.servers.get(server_id)
@@ -266,14 +266,14 @@ class Registry:
     async def find(self, server_id: str) -> RemoteServer:
         """Return a server.
 
-        Raises SessionLost, UnknownSession, and StateUnavailable where only another controller has a link.
+        Raises SessionLost, UnknownSession, or StateUnavailable if only another controller has a link.
         """
         server = self.servers.get(server_id)
         if server is not None:
             return server
         if await self.is_lost(server_id):
             raise SessionLost(LOST, server=server_id)
-        # The server may still be about to connect: the controller is new, or the link broke.
+        # The server might connect soon: the controller has just started, or the link broke.
         for wait_s in (self._startup_s, self._lost_after_s):
             await self._wait_for(lambda: server_id in self.servers, wait_s)
             server = self.servers.get(server_id)
@@ -281,15 +281,15 @@ class Registry:
                 return server
             if not await self._is_alive(server_id):
                 raise SessionLost(LOST, server=server_id)
-        reason = "this controller has no link to the session's server; ask another, or again"
+        reason = "this controller has no link to the session's server; call another one, or try again"
         raise StateUnavailable(reason, retry_after=1)
 
     async def wait_at_startup(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, as long as servers may still be about to connect to a new controller."""
+        """Wait for a condition while servers still connect to a controller that has just started."""
         await self._wait_for(condition, self._startup_s)
 
     async def check(self) -> None:
-        """Declare the servers lost that no controller has heard for too long. Raises StateUnavailable."""
+        """Declare servers without heartbeats at any controller lost. Raises StateUnavailable."""
         for server_id in list(self._unreported):
             await self._report_lost(server_id)
         for server in list(self.servers.values()):
@@ -306,23 +306,23 @@ class Registry:
             if silent_s < limit_s:
                 await self._report_alive(server)
             elif await self._heard_elsewhere(server, silent_s):
-                server.cut()  # alive, but not over this link
+                server.cut()  # the server is alive, but not on this link
             else:
                 await self.lose(server.server_id, f"no heartbeat for {limit_s:g} s")
 
     async def checked(self, server: RemoteServer, answer: bytes, read: Callable[[bytes], T]) -> T:
-        """Return what ``read`` makes of an answer; a server whose answer it cannot read is put aside.
+        """Return ``read(answer)``. If it fails, declare the server lost.
 
-        Raises SessionLost then.
+        Raises SessionLost if the answer is malformed.
         """
         try:
             return read(answer)
         except UNREADABLE:
-            await self.lose(server.server_id, "it answered a call with something else than an answer")
+            await self.lose(server.server_id, "it sent a malformed answer")
             raise SessionLost(LOST, server=server.server_id) from None
 
     def _probe(self, server: RemoteServer) -> None:
-        """Make a call that every server answers at once, since those of sessions may take long."""
+        """Make a call that every server answers immediately, because calls of sessions can take long."""
         server.suspect = True
 
         async def ask() -> None:
@@ -346,24 +346,27 @@ class Registry:
             self._reported[server.server_id] = seen
 
     async def _heard_elsewhere(self, server: RemoteServer, silent_s: float) -> bool:
-        """Return whether another controller hears a server; without the store, wait longer."""
+        """Return True if another controller receives heartbeats. Without the store, wait longer."""
         try:
             return await self._store.is_alive(server.server_id, self._lost_after_s)
         except StateUnavailable:
             return silent_s < BLIND_FACTOR * self._lost_after_s
 
     async def _is_alive(self, server_id: str) -> bool:
-        """Return whether another controller hears a server; else declare it lost. Raises UnknownSession."""
+        """Return True if another controller receives heartbeats, else declare the server lost.
+
+        Raises UnknownSession.
+        """
         if await self._store.is_alive(server_id, self._lost_after_s):
             return True
         if not await self._store.knows(server_id):
             raise UnknownSession("no such session; it never existed or ended long ago")
-        await self.lose(server_id, "no controller hears it")
+        await self.lose(server_id, "no controller receives its heartbeats")
         return False
 
     @property
     def _startup_s(self) -> float:
-        """Seconds for which servers may still be about to connect."""
+        """Return the seconds left in which servers are expected to connect after the start."""
         return self._started + self._lost_after_s - self._clock()
 
     async def _wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -374,7 +377,7 @@ class Registry:
                 await self._joined.wait_for(condition)
 
     def count_lost(self, session_id: str) -> None:
-        """Count a session of a lost server that no other server continues; idempotent."""
+        """Count a session of a lost server that no other server continues. Idempotent."""
         if task := self._orphans.pop(session_id, None):
             self._metrics.ended[task, LOST_STATUS] += 1
 
@@ -435,7 +438,7 @@ class Routing:
         self._registry = registry
 
     def group(self, session_id: str) -> str:
-        """Return a key that the sessions of one server share, to split batches."""
+        """Return a key that all sessions of one server share. Batches are split by it."""
         return home(session_id)
 
     async def find(self, session_id: str) -> RemoteServer:
@@ -447,11 +450,11 @@ class Routing:
         await close_session(await self.find(session_id), session_id)
 
     async def confirm(self, session_ids: Iterable[str]) -> None:
-        """Wait until answers of sessions may be passed on. Raises SessionLost, StateUnavailable."""
+        """Wait until answers of sessions can be passed on. Raises SessionLost, StateUnavailable."""
 
     def hear(self, server_id: str, frame: bytes) -> None:
-        """Handle a further kind of frame. Raises ValueError where it is malformed."""
-        raise ValueError("no such frame")
+        """Handle any other kind of frame. Raises ValueError if it is malformed."""
+        raise ValueError("unknown kind of frame")
 
     def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
         """Handle the end of sessions."""
@@ -460,19 +463,19 @@ class Routing:
         """Handle the loss of a server during calls of sessions."""
 
     async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
-        """Handle that a server got stuck in the call of one of these sessions, and was killed."""
+        """Handle the death of a server that got stuck in a call of one of these sessions."""
 
     def takes_turns(self, session_id: str) -> bool:
-        """Return whether the steps of a session wait for those of others."""
+        """Return True if the steps of a session wait for steps of other sessions."""
         return False
 
     @asynccontextmanager
     async def turn(self, session_id: str) -> AsyncIterator[RemoteServer | None]:
-        """Wait until a call of a session may be made; yield its server where that has changed meanwhile."""
+        """Wait until a session can make a call, and yield its server if it has changed meanwhile."""
         yield None
 
     async def aclose(self) -> None:
-        """Finish or cancel what is under way."""
+        """Finish or cancel the work in progress."""
 
 
 async def close_session(server: RemoteServer, session_id: str) -> None:

@@ -1,4 +1,4 @@
-"""One server of a fleet, as a controller sees it: its tasks, its sessions, and calls to it over its link."""
+"""A controller's view of one server of its fleet: its tasks, its sessions, and calls over its link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl_env.types import ServerSummary, TaskInfo
 from agentrl_env.wire import ANSWER_FRAME, Beat, Hello, SessionRow
 
 SILENT_S = 3.0
-"""Seconds without a heartbeat after which a server is busy or lost, rather than mute."""
+"""Seconds without a heartbeat after which a server counts as silent (busy or lost)."""
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class _Call:
 class Outbox:
     """Frames to send over one link.
 
-    Calls wait here while the server reads slowly; a call whose caller is gone is not sent.
+    Calls wait here while the server reads slowly. A call whose caller has given up is not sent.
     """
 
     def __init__(self) -> None:
         self.closed = False
-        """True once the link must end: the server is lost, or has opened another link."""
+        """True once the link must end because the server is lost or has opened another link."""
         self._calls: OrderedDict[int, bytes] = OrderedDict()
         self._notices: deque[bytes] = deque()
         self._filled = asyncio.Event()
@@ -54,7 +54,7 @@ class Outbox:
         self._calls.pop(number, None)
 
     def put_notice(self, frame: bytes) -> None:
-        """Add a frame that is not a call; it is sent before all calls."""
+        """Add a frame that is not a call. It is sent before all calls."""
         self._notices.append(frame)
         self._filled.set()
 
@@ -64,7 +64,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> bytes | None:
-        """Return the next frame, once there is one; None where the link must end."""
+        """Wait for the next frame and return it, or None if the link must end."""
         while not (self.closed or self._calls or self._notices):
             self._filled.clear()
             await self._filled.wait()
@@ -74,14 +74,14 @@ class Outbox:
 
 
 class RemoteServer:
-    """A server of the fleet. It outlives its links: calls under way are sent again over the next one.
+    """A server of the fleet. It outlives its links: calls in progress are sent again over the next link.
 
-    Sending a call twice is safe: openings and forks carry a ``request_id`` and steps a ``seq``, and the
+    Sending a call twice is safe: openings and forks carry a ``request_id``, steps carry a ``seq``, and the
     other calls are idempotent.
 
     Args:
         hello: first frame of the server.
-        clock: seconds, monotonic.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,24 +91,24 @@ class RemoteServer:
         self.held: Counter[tuple[str, str]] = Counter()
         """Number of open sessions by task and client."""
         self.opening = 0
-        """Number of places that are reserved for openings under way."""
+        """Number of places that are reserved for openings in progress."""
         self.full = False
-        """True from an answer ``server_full`` until the next heartbeat."""
+        """True after the answer ``server_full``, until the next heartbeat."""
         self.suspect = False
-        """True where calls got no answer for some seconds, until the next answer; no session opens here."""
+        """True if calls got no answer for some seconds. No session opens here until the next answer."""
         self.stale = False
-        """True where the operator wants no new sessions here."""
+        """True if the operator drains this server."""
         self.draining = False
         self.leaving = False
         self.steps = 0
-        """Steps that it has reported."""
+        """Number of steps that the server has reported."""
         self._clock = clock
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._outbox: Outbox | None = None
         self._lost: Callable[[], WireError] | None = None
         self._asked = False
-        """True if there was a call since the last answer."""
+        """True if a call was made since the last answer."""
         self._answered = -math.inf
         self._mute_since: float | None = None
         self.greet(hello)
@@ -131,16 +131,16 @@ class RemoteServer:
 
     @property
     def silent(self) -> bool:
-        """True where heartbeats are late: the server is busy or stuck, or the link is about to break."""
+        """True if heartbeats are late, because the server is busy or stuck, or the link is breaking."""
         return self._clock() - self.seen > SILENT_S
 
     @property
     def load(self) -> float:
-        """Share of the capacity that is taken or reserved."""
+        """Fraction of the capacity that is taken or reserved."""
         return (len(self.sessions) + self.opening) / self.capacity
 
     def has_room(self, task: str) -> bool:
-        """Return whether a session of a task may be placed here."""
+        """Return True if a session of a task can be placed here."""
         ready = self.linked and not (self.full or self.suspect or self.stale or self.draining or self.leaving)
         return ready and task in self.tasks and self.load < 1
 
@@ -161,7 +161,7 @@ class RemoteServer:
         )
 
     def link(self, outbox: Outbox) -> None:
-        """Use a new link, first for the calls without an answer; the previous link ends."""
+        """Replace the link, and first send again the calls without an answer."""
         if self._outbox is not None:
             self._outbox.close()
         self._outbox = outbox
@@ -169,7 +169,7 @@ class RemoteServer:
             outbox.put_call(number, call.frame)
 
     def unlink(self, outbox: Outbox) -> None:
-        """Handle a broken link; where it is the current one, calls wait for the next."""
+        """Handle a broken link. If it is the current link, calls wait for the next one."""
         if self._outbox is outbox:
             self._outbox = None
 
@@ -198,7 +198,7 @@ class RemoteServer:
             decrement(self.held, (ended.task, ended.client))
 
     def hear_answer(self, frame: bytes) -> None:
-        """Pass an answer to its caller. Raises ValueError where the frame is no answer."""
+        """Pass an answer to its caller. Raises ValueError if the frame is not an answer."""
         self.seen = self._answered = self._clock()
         self._asked = self.suspect = False
         match = ANSWER_FRAME.match(frame)
@@ -217,13 +217,13 @@ class RemoteServer:
             call.answer.set_exception(error)
 
     async def call(self, name: str, request: bytes) -> bytes:
-        """Make a call; return its result as JSON.
+        """Make a call and return its result as JSON.
 
         Args:
             name: row of ``wire.CALLS``, or ``adopt``.
-            request: arguments, as a JSON object with at least one field.
+            request: the arguments, as a JSON object with at least one field.
 
-        Raises the WireError that the server answers, SessionLost where the server is lost.
+        Raises the WireError that the server returns, or SessionLost if the server is lost.
         """
         if self._lost is not None:
             raise self._lost()
@@ -243,7 +243,7 @@ class RemoteServer:
                 self._outbox.drop_call(number)
 
     def mute_s(self) -> float:
-        """Return the seconds, as far as previous looks saw, in which heartbeats came, and no answer."""
+        """Return the seconds for which this method has observed heartbeats but no answer."""
         now = self._clock()
         if not self._asked or not self.linked or self.silent:
             self._mute_since = None
@@ -252,7 +252,7 @@ class RemoteServer:
         return 0.0 if self._mute_since is None else now - self._mute_since
 
     def lose(self, reason: str) -> None:
-        """Fail all calls, now and later, with SessionLost, and end the link."""
+        """Fail all present and future calls with SessionLost, and end the link."""
         self._lost = partial(SessionLost, reason, server=self.server_id)
         self.cut()
         self.sessions.clear()
@@ -260,14 +260,14 @@ class RemoteServer:
         self.fail_calls(self._lost)
 
     def fail_calls(self, error: Callable[[], WireError]) -> None:
-        """Answer each call under way with a new error."""
+        """Answer each call in progress with a new error."""
         for call in self._calls.values():
             if not call.answer.done():
                 call.answer.set_exception(error())
 
 
 def decrement(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
-    """Decrement a count; zeros are removed, because clients choose their names freely."""
+    """Decrement a count. Remove zeros, because clients choose their names freely."""
     counts[key] -= 1
     if counts[key] <= 0:
         del counts[key]

@@ -1,4 +1,4 @@
-"""The scheduler of a controller: which server gets a session, and which client is served next."""
+"""The scheduler of a controller: chooses the server of a session and the client that is served next."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from agentrl_env.types import SessionInfo
 from agentrl_env.wire import OpenRequest
 
 Group = tuple[str, str]
-"""Task and client; the openings of one group are served in order."""
+"""Task and client. The openings of one group are served in order."""
 RETRY_S = 0.1
 _OPENED = "opened "
-"""Prefix of the idempotency keys under which the opened sessions are kept."""
+"""Prefix of the store's keys for the sessions that a request opened."""
 
 
 def least_loaded(servers: Iterable[RemoteServer], task: str) -> RemoteServer | None:
-    """Return the server with the smallest share of its capacity taken, among those with room.
+    """Return the server with the lowest load among the servers with room.
 
-    One whose heartbeats are late is the last choice.
+    A server whose heartbeats are late is the last choice.
     """
     able = [server for server in servers if server.has_room(task)]
 
@@ -47,7 +47,7 @@ def least_loaded(servers: Iterable[RemoteServer], task: str) -> RemoteServer | N
 
 
 class Placement:
-    """Reserves places on servers; openings without one wait in a queue that is fair between clients.
+    """Reserves places on servers. Openings without a place wait in a queue that is fair between clients.
 
     Args:
         servers: the servers by id.
@@ -74,7 +74,7 @@ class Placement:
         return sum(map(len, self._waiting.values()))
 
     async def take(self, task: str, client: str, wait_s: float) -> RemoteServer | None:
-        """Reserve a place, until ``release``; return its server, or None where none was free in time."""
+        """Reserve a place until ``release``. Return its server, or None if no place was free in time."""
         group = (task, client)
         if not self._waiting.get(group) and (server := self._try(group)) is not None:
             return server
@@ -95,17 +95,17 @@ class Placement:
             self._remove(group, waiter)
 
     def release(self, group: Group, server: RemoteServer) -> None:
-        """Release a reserved place: its session is open and counted, or the opening failed."""
+        """Release a reserved place after its session is open and counted, or its opening has failed."""
         server.opening -= 1
         decrement(self._reserved, group)
         self.serve()
 
     def serve(self) -> None:
-        """Give free places to waiting openings; clients take turns."""
+        """Give free places to waiting openings. Clients take turns."""
         blocked: set[Group] = set()
         while len(blocked) < len(self._waiting):
             group, waiters = self._waiting.popitem(last=False)
-            self._waiting[group] = waiters  # to the back: next is another client's turn
+            self._waiting[group] = waiters  # move it to the back, so that another client is next
             while waiters and waiters[0].done():
                 waiters.popleft()
             if not waiters:
@@ -137,7 +137,7 @@ class Placement:
         return server
 
     def _count(self, *, task: str | None = None, client: str | None = None) -> int:
-        """Return the number of sessions of a task or a client, open or with a reserved place."""
+        """Return the number of sessions, open or with a reserved place, of a task or a client."""
         counts = [server.held for server in self._servers.values()] + [self._reserved]
         return sum(
             number
@@ -160,19 +160,20 @@ def _time_out(waiter: asyncio.Future[RemoteServer | None]) -> None:
 
 
 class Opener:
-    """Opens sessions, exactly once for each idempotency key.
+    """Opens sessions exactly once for each idempotency key.
 
-    The key is claimed for a server in the store before the server is asked, so that a repeated opening,
-    at this controller or another, returns the same session.
+    The store assigns the key to a server before the server is called, so a repeated opening returns the same
+    session, at this controller or another.
 
-    The claim also keeps the digest of the request and, where sessions survive their server, the sessions.
+    The claim includes the digest of the request. If sessions survive their server, the store also keeps the
+    ids of the opened sessions.
 
     Args:
         registry: the servers.
-        info: returns the state of sessions, None where one is lost.
+        info: returns the state of sessions, or None if one of them is lost.
         placement: reserves places.
-        store: claims.
-        clock: seconds, monotonic.
+        store: keeps the claims.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Opener:
     ) -> None:
         self._registry = registry
         self.seal_key = b""
-        """Shared by the controllers of the fleet: the operator token."""
+        """Key that the controllers of the fleet share: the operator token."""
         self._info = info
         self._placement = placement
         self._store = store
@@ -193,9 +194,9 @@ class Opener:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def open(self, request: OpenRequest, key: str, wait_s: float) -> bytes:
-        """Open a session; return its ``SessionInfo`` as JSON.
+        """Open a session and return its ``SessionInfo`` as JSON.
 
-        Raises ServerFull where no place was free in time, IdempotencyConflict where the key was claimed for
+        Raises ServerFull if no place was free in time, IdempotencyConflict if the key was claimed for
         another request, StateUnavailable, and errors of the server.
         """
         end = self._clock() + wait_s
@@ -213,14 +214,14 @@ class Opener:
                 raise _full(request)
 
     async def remember(self, key: str, digest: str, session_ids: Sequence[str]) -> None:
-        """Keep the sessions that a request has opened, so that a repeated one finds them on any server."""
+        """Store the sessions that a request opened, so that a repeated request finds them on any server."""
         text = " ".join((digest, *session_ids))
         await self._store.claim(f"{_OPENED}{key}", f"{text} {self._seal(key, text)}")
 
     async def recall(self, key: str, digest: str) -> list[bytes] | None:
-        """Return the state of the sessions that a request has opened; None where there are none any more.
+        """Return the state of the sessions that a request opened, or None if they no longer exist.
 
-        Raises IdempotencyConflict where the key was used for another request.
+        Raises IdempotencyConflict if the key was used for another request.
         """
         kept = await self._store.claimed(f"{_OPENED}{key}")
         if kept is None:
@@ -236,11 +237,11 @@ class Opener:
         return known
 
     def _seal(self, key: str, text: str) -> str:
-        """Return a MAC, so that a writer to the store cannot lead a caller to the session of another."""
+        """Return a MAC, so that writing to the store cannot redirect a caller to another caller's session."""
         return hmac.digest(self.seal_key, f"opened\0{key}\0{text}".encode(), sha256).hex()
 
     async def _try(self, request: OpenRequest, key: str, end: float) -> bytes | None:
-        """Open the session on the server that has the claim, else on one with room; None to try again."""
+        """Open the session on the claimed server, else on a server with room. Return None to try again."""
         claim = await self._store.claimed(key)
         if claim is not None:
             return await self._open_at(claim, request, key)
@@ -254,7 +255,7 @@ class Opener:
             self._placement.release((request.task, request.client), server)
 
     async def _open_at(self, claim: str, request: OpenRequest, key: str) -> bytes | None:
-        """Open the session on the server with the claim; where that cannot, find it or drop the claim."""
+        """Open the session on the claimed server. If that fails, find the session or drop the claim."""
         server_id, _, digest = claim.partition(" ")
         check_digest(request.digest, digest)
         with suppress(SessionLost, UnknownSession):
@@ -274,20 +275,20 @@ class Opener:
         return None
 
     async def _ask(self, server: RemoteServer, request: OpenRequest, key: str) -> bytes:
-        # It waits in the fleet's queue only: in a server's own, no other server could serve it.
+        # Openings wait only in the fleet's queue. In a server's queue, no other server could take them.
         named = request.model_copy(update={"wait_s": 0.0, "request_id": key})
         opening = asyncio.ensure_future(server.call("open", named.model_dump_json().encode()))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             if request.request_id is not None:
-                opening.cancel()  # the caller may repeat it; else the lease ends the session
+                opening.cancel()  # the caller can repeat it, otherwise the lease ends the session
             else:
                 opening.add_done_callback(lambda opened: self._close(server, opened))
             raise
 
     def _close(self, server: RemoteServer, opening: asyncio.Future[bytes]) -> None:
-        """End a session whose caller was gone before it was open."""
+        """End a session whose caller gave up before it was open."""
         if opening.cancelled() or opening.exception() is not None:
             return
         session_id = SessionInfo.model_validate_json(opening.result()).session_id
@@ -297,9 +298,9 @@ class Opener:
 
 
 def _check_opened(server_id: str, answer: bytes) -> None:
-    """Raise ValueError where a server has not opened a session of its own."""
+    """Raise ValueError if the opened session has another server's id."""
     if home(SessionInfo.model_validate_json(answer).session_id) != server_id:
-        raise ValueError("a session of another server")
+        raise ValueError("the session belongs to another server")
 
 
 def _full(request: OpenRequest) -> ServerFull:
@@ -308,6 +309,6 @@ def _full(request: OpenRequest) -> ServerFull:
 
 
 async def ignore_errors(call: Awaitable[None]) -> None:
-    """Await a call whose outcome does not matter."""
+    """Await a call and ignore its errors."""
     with suppress(WireError):
         await call

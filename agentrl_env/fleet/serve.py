@@ -1,4 +1,4 @@
-"""The processes of a fleet: a controller, and a server with several worker processes behind one."""
+"""The processes of a fleet: a controller, and a server whose worker processes connect to one."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger("agentrl_env")
 _EVERYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\]):")
 
 STOP_S = 3.0
-"""Seconds that a stopping controller waits for answers; then callers may ask another controller."""
+"""Seconds that a stopping controller waits for answers. After that, callers can use another controller."""
 STARVED_FACTOR = 60
-"""Times its ``stuck_s`` for which a linked server may be silent: its watchdog does not count the time in
-which it waits for a processor, and kills it long before that."""
+"""A linked server may be silent for ``stuck_s`` times this factor. Its watchdog kills a stuck server long
+before that, but does not count the time in which the server waits for a processor."""
 ADOPTION_S = 90.0
 """Seconds that a session waits for a place on another worker, or for its own worker to restart."""
 
@@ -51,9 +51,9 @@ class ControllerServer:
         token: operator token, required beyond loopback. Servers present it, or the link token that
             ``link_token`` derives from it.
         insecure: permit an address beyond loopback without a token.
-        tls: encrypts the connections. Processes of this machine then have an address of their own, on
-            loopback, which ``local_url`` returns.
-        limits: of one caller.
+        tls: encrypts the connections. Processes on this machine then use a separate loopback address, which
+            ``local_url`` returns.
+        limits: limits of one caller.
         tracing: makes OpenTelemetry spans.
 
     Raises ServeError.
@@ -73,7 +73,7 @@ class ControllerServer:
     ) -> None:
         if token and is_link_token(token):
             reason = "a link token only permits a server to join a fleet"
-            raise ServeError(f"{reason}; a controller needs the operator's")
+            raise ServeError(f"{reason}; start the controller with the operator token")
         self.fleet = fleet
         self.metrics = fleet.metrics
         self._listener = Listener(host, port, token=token, insecure=insecure, tls=tls)
@@ -96,7 +96,7 @@ class ControllerServer:
 
     @property
     def local_url(self) -> str:
-        """The address as a process of this machine connects to it."""
+        """The address to which processes on this machine connect."""
         return self._local.url if self._local else re.sub(_EVERYWHERE, "//127.0.0.1:", self.url)
 
     @property
@@ -106,11 +106,11 @@ class ControllerServer:
 
     @property
     def drain_notice(self) -> str:
-        """Empty: sessions go on in their servers."""
+        """Empty, because sessions continue in their servers."""
         return ""
 
     async def start(self) -> None:
-        """Start to answer requests. Raises ServeError where Redis does not answer."""
+        """Start answering requests. Raises ServeError if Redis does not answer."""
         try:
             await self._listener.start(self._app, self._limits, self.metrics)
             if self._local is not None:
@@ -123,7 +123,7 @@ class ControllerServer:
             raise
 
     async def stop(self) -> None:
-        """Refuse new sessions, answer the calls under way, and stop; idempotent."""
+        """Refuse new sessions, answer the calls in progress, and stop. Idempotent."""
         self.fleet.draining = True
         timer = asyncio.get_running_loop().call_later(STOP_S, self.fleet.fail_waiting)
         if self._local is not None:
@@ -135,12 +135,12 @@ class ControllerServer:
         await self.fleet.aclose()
 
     def stop_waiting(self) -> None:
-        """Do nothing: a controller does not wait for sessions."""
+        """Do nothing, because a controller does not wait for sessions."""
 
     async def remove(self, server: ServerHandle) -> None:
-        """Remove an ended server of this machine, instead of waiting until its silence is noticed.
+        """Remove a server of this machine whose process has ended, without waiting for missing heartbeats.
 
-        The sessions whose calls it was stuck in are not continued elsewhere.
+        Sessions whose calls got the server stuck are not continued elsewhere.
         """
         blocking = server.blocking_sessions() if isinstance(server, ServerProcess) else []
         for remote in self._remotes(server):
@@ -148,14 +148,14 @@ class ControllerServer:
             await self.fleet.registry.lose(remote.server_id, "its process ended")
 
     def retire(self, server: ServerHandle) -> int:
-        """Place no new session on a server of this machine; return the number of those it still has."""
+        """Stop placing sessions on a server of this machine. Return the number of its open sessions."""
         remotes = self._remotes(server)
         for remote in remotes:
             remote.stale = True
         return sum(len(remote.sessions) + remote.opening for remote in remotes)
 
     def reload_certificate(self) -> None:
-        """Read the files of the certificate again, for new connections. Raises ServeError."""
+        """Read the certificate files again for new connections. Raises ServeError."""
         self._listener.reload_certificate()
 
     def _remotes(self, server: ServerHandle) -> list[RemoteServer]:
@@ -165,16 +165,17 @@ class ControllerServer:
 class WorkerServer:
     """Tasks served by several processes of this machine, behind one address.
 
-    The processes connect to a controller in this process, with a token that permits nothing else.
+    The processes connect to a controller in this process with a token that allows nothing else.
 
     Args:
         targets: as on the command line.
         workers: number of processes.
-        arguments: further options of ``agentrl-env serve`` for each.
+        arguments: further options of ``agentrl-env serve`` for each process.
         drain_s: seconds that open sessions get to end when the server stops.
         resume: as for ``FleetService``.
-        stuck_s: seconds without its event loop after which a process is killed and replaced; 0 never does.
-        options: of ``ControllerServer``.
+        stuck_s: seconds after which a process whose event loop does not run is killed and replaced. 0
+            disables this.
+        options: options of ``ControllerServer``.
     """
 
     def __init__(
@@ -218,20 +219,20 @@ class WorkerServer:
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty where there are none."""
+        """A text about the sessions that a drain waits for. Empty if there are none."""
         return sessions_get(int(self._fleet.gauges()["agentrl_sessions_open"]), self._drain_s)
 
     async def start(self) -> None:
-        """Return once every worker serves. Raises ServeError if one ends at once."""
+        """Return once every worker serves. Raises ServeError if a worker ends during the start."""
         await self._controller.start()
         try:
             await self._supervisor.start()
         except ServeError as error:
             await self._stop_workers(0.0)
-            raise ServeError("a worker ended at once; its error is above") from error
+            raise ServeError("a worker ended during the start; see its error above") from error
 
     async def stop(self) -> None:
-        """Drain, then stop; idempotent."""
+        """Drain, then stop. Idempotent."""
         self._fleet.draining = True
         await self._stop_workers(self._drain_s)
         await self._controller.stop()
@@ -258,16 +259,16 @@ def control(fleet: FleetService, **options: Any) -> None:
     Raises ServeError.
     """
     if fleet.resumes and not options.get("token"):
-        reason = "a controller with --resume needs a token, with which servers authenticate checkpoints"
+        reason = "a controller with --resume needs a token, which authenticates the servers' checkpoints"
         raise ServeError(f"{reason}; use --token-file or AGENTRL_TOKEN")
     run_until_stopped(ControllerServer(fleet, **options), print_now)
 
 
 def serve_with_workers(targets: Sequence[str], **options: Any) -> None:
-    """Serve tasks with several processes until SIGINT or SIGTERM: the first drains, a second one stops.
+    """Serve tasks with several processes. The first SIGINT or SIGTERM drains the server, a second stops it.
 
     Args:
         targets: as on the command line.
-        options: of ``WorkerServer``.
+        options: options of ``WorkerServer``.
     """
     run_until_stopped(WorkerServer(targets, **options), print_now)

@@ -1,4 +1,4 @@
-"""Failover on the controller: keeps checkpoints of sessions, and lets servers adopt sessions of lost ones."""
+"""Failover on the controller: keeps checkpoints of sessions and moves sessions off lost servers."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ logger = logging.getLogger("agentrl_env")
 RECORD_S = 3600.0
 """Seconds for which a checkpoint is kept after the last step."""
 FORGET_S = 5.0
-"""Seconds for which the last answer of an ended session may be under way."""
+"""Seconds within which the last answer of an ended session arrives."""
 RETRY_S = 0.25
 APART_S = 5.0
-"""Seconds for which a session waits for a server where no other step may be about to get it stuck."""
+"""Seconds that a suspect session waits for a server on which no other suspect session runs."""
 CONFIRM_S = 5.0
-"""Seconds that a caller waits until the checkpoint of its answer is stored."""
+"""Seconds that a caller waits for the checkpoint of its answer to be stored."""
 MAX_DEATHS = 3
-"""Number of servers that may die during one step of a session: that step may be what kills them. Before the
-last one, such sessions take turns, so that none is blamed for the step of another. A step that a watchdog
-found to be what its server was stuck in is the last one at once."""
+"""Maximum number of servers that may die during one step of a session, since the step might be the cause.
+At the last attempt such sessions take turns, so that a session is not blamed for another's step. If the
+watchdog has identified the step that got its server stuck, no further attempt is made."""
 
 
 class Record(Struct, frozen=True):
-    """Last checkpoint of a session, in the store. Only the holder of the session changes it."""
+    """The stored checkpoint of a session. Only the session's holder changes it."""
 
     holder: str
     """Id of the server that holds the session."""
     last: Checkpoint
-    """Without its state where the session has ended."""
+    """The last checkpoint. It has no state if the session has ended."""
     deaths: int = 0
-    """Number of its servers that have died during its next step."""
+    """Number of servers that have died during the session's next step."""
 
 
 class Records:
-    """The records in a store that is shared with the other controllers."""
+    """The records in the store that all controllers share."""
 
     def __init__(self, store: FleetStore) -> None:
         self._store = store
 
     async def find(self, session_id: str) -> Record | None:
-        """Return the record of a session; one that is malformed is removed. Raises SessionLost."""
+        """Return the record of a session. A malformed record is removed, and SessionLost is raised."""
         record, version = await self._read(session_id)
         if record is None and version:
             await self._store.write(session_id, None, version, 0)
@@ -72,7 +72,7 @@ class Records:
         return record
 
     async def keep(self, server_id: str, new: Checkpoint) -> bool:
-        """Store a checkpoint, unless a later one is stored; return False where the holder is another."""
+        """Store a checkpoint unless a later one is stored. Return False if another server is the holder."""
 
         def change(old: Record | None) -> Record:
             turns = new.turns
@@ -80,7 +80,7 @@ class Records:
                 missing = new.seq - old.last.seq
                 if missing < 0:
                     return old
-                if missing <= len(turns):  # the turns before them are stored
+                if missing <= len(turns):  # the earlier turns are already stored
                     turns = old.last.turns + turns[len(turns) - missing :]
             return Record(server_id, replace(new, turns=last_turns(turns[-MAX_TURNS:])))
 
@@ -88,7 +88,7 @@ class Records:
         return record is not None and record.holder == server_id
 
     async def move(self, session_id: str, holder: str, server_id: str, *, died: bool) -> Record | None:
-        """Make another server the holder; return the record, or None where the holder has changed before."""
+        """Change the holder and return the record, or None if the holder was already changed."""
 
         def change(old: Record | None) -> Record | None:
             return old and replace(old, holder=server_id, deaths=old.deaths + died)
@@ -97,12 +97,12 @@ class Records:
         return record if record is not None and record.holder == server_id else None
 
     async def blame(self, session_id: str, holder: str, deaths: int) -> bool:
-        """Set the number of deaths that a session's next step has led to."""
+        """Set the number of server deaths during a session's next step."""
         await self._change(session_id, holder, lambda old: old and replace(old, deaths=deaths))
         return True
 
     async def forget(self, session_id: str, holder: str) -> bool:
-        """Remove the checkpoint of a session that has ended; the holder of one that moved stays known."""
+        """Remove the checkpoint of an ended session. If the session had moved, its holder is kept."""
 
         def change(old: Record | None) -> Record | None:
             if old is None or holder == home(session_id):
@@ -115,7 +115,7 @@ class Records:
     async def _change(
         self, session_id: str, holder: str, change: Callable[[Record | None], Record | None]
     ) -> Record | None:
-        """Compare and set a record, unless the holder is another; return the record that is stored now."""
+        """Compare and set a record unless another server is the holder. Return the stored record."""
         while True:
             old, version = await self._read(session_id)
             new = old if old is not None and old.holder != holder else change(old)
@@ -136,18 +136,18 @@ class Records:
 
 
 class Failover(Routing):
-    """Routing with failover: sessions of a lost server continue on others, each on one at a time.
+    """Routing with failover: each session of a lost server continues on exactly one other server.
 
-    The store names one holder of each session. A controller that moves a session changes the holder first
-    and asks the new server then, which may be repeated; so controllers need not agree on which of them moves
-    it, and any of them may die meanwhile.
+    The store names one holder of each session. To move a session, a controller changes the holder and then
+    calls the new server. Both steps can be repeated, so controllers need not agree on which of them moves the
+    session, and any of them may die in between.
 
     Args:
         registry: the servers.
         placement: reserves places.
         store: keeps the records.
-        wait_s: seconds that a session waits for a place until it is lost.
-        clock: seconds, monotonic.
+        wait_s: seconds that a session waits for a place before it is lost.
+        clock: returns the monotonic time in seconds.
     """
 
     survives = True
@@ -167,31 +167,31 @@ class Failover(Routing):
         self._clock = clock
         self._adoptions: dict[str, asyncio.Task[RemoteServer]] = {}
         self._suspects: set[str] = set()
-        """Sessions with one death left, until their step is done."""
+        """Sessions that are lost at the next death of their server, until their step is done."""
         self._one_suspect = asyncio.Lock()
         self._interrupted = RecentNames()
-        """Sessions whose server was lost during a call; the next adoption of each counts that."""
+        """Sessions whose server was lost during a call. Their next adoption counts the death."""
         self._sticky = RecentNames()
         """Tasks of sessions that got their server stuck."""
         self._unproven: dict[str, str] = {}
-        """Servers of other sessions of these tasks whose step was under way there, until that is done."""
+        """Servers of the other interrupted sessions of these tasks, by session, until the step is done."""
         self._explained = RecentNames()
-        """Servers that were lost for the steps of sessions that are known."""
+        """Lost servers for which the session that got them stuck is known."""
         self._writes: dict[str, asyncio.Task[bool]] = {}
-        """Last write of each session, until it is done; one that failed stays for ``confirm``."""
+        """Last write of each session, until it is done. A failed write stays for ``confirm``."""
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}
         """Timers that forget ended sessions, by server and session."""
         self._closing: set[asyncio.Task[None]] = set()
         self._confirmed = RecentNames()
-        """Moved sessions with the servers that the store names as their holders."""
+        """Moved sessions, each with the server that the store names as its holder."""
 
     def group(self, session_id: str) -> str:
-        """Return a key that the sessions of one server share, to split batches."""
+        """Return a key that all sessions of one server share. Batches are split by it."""
         server = self._holder(session_id)
         return server.server_id if server is not None and session_id not in self._suspects else session_id
 
     async def find(self, session_id: str) -> RemoteServer:
-        """Return the server that holds a session; where that is lost, another one adopts it first.
+        """Return the server that holds a session. If it is lost, another server first adopts the session.
 
         Raises SessionLost, UnknownSession, StateUnavailable.
         """
@@ -209,13 +209,13 @@ class Failover(Routing):
                 raise
         adoption = self._adoptions.get(session_id)
         if adoption is None:
-            # It goes on without its callers, so that repeated requests do not start it anew.
+            # It continues without its callers, so that repeated requests do not restart it.
             adoption = self._adoptions[session_id] = asyncio.create_task(self._adopt(session_id))
             adoption.add_done_callback(lambda task: self._end_adoption(session_id, task))
         return await asyncio.shield(adoption)
 
     async def close(self, session_id: str) -> None:
-        """End a session; one whose server is lost is not adopted for that."""
+        """End a session. A session whose server is lost is not adopted first."""
         server, record = await self._locate(session_id)
         if server is None:
             if record is not None:
@@ -224,16 +224,16 @@ class Failover(Routing):
         await close_session(server, session_id)
 
     async def confirm(self, session_ids: Iterable[str]) -> None:
-        """Wait until the checkpoints of sessions are stored: an answer that a client has is never undone.
+        """Wait until the checkpoints of sessions are stored, so that no delivered answer is ever undone.
 
-        Raises SessionLost where a session has moved, StateUnavailable where the store takes too long.
+        Raises SessionLost if a session has moved, or StateUnavailable if the store takes too long.
         """
         writes = {name: self._writes[name] for name in session_ids if name in self._writes}
         if not writes:
             return
         _, late = await asyncio.wait(writes.values(), timeout=CONFIRM_S)
         if late:
-            raise StateUnavailable("the session's checkpoint is not stored yet; ask again", retry_after=1)
+            raise StateUnavailable("the session's checkpoint is not stored yet; try again", retry_after=1)
         for session_id, write in writes.items():
             if not write.result():
                 if self._writes.get(session_id) is write:
@@ -241,7 +241,7 @@ class Failover(Routing):
                 raise SessionLost("another server has continued the session")
 
     def hear(self, server_id: str, frame: bytes) -> None:
-        """Store a checkpoint that a server has sent. Raises ValueError where the frame is malformed."""
+        """Store a checkpoint that a server has sent. Raises ValueError if the frame is malformed."""
         checkpoint = read_frame(frame)
         if server_id in self._registry.servers:
             if checkpoint.state is not None:
@@ -250,17 +250,17 @@ class Failover(Routing):
                 self._forget(server_id, checkpoint.session_id)
 
     def ended(self, server_id: str, session_ids: Iterable[str]) -> None:
-        """Forget sessions that have ended, later: should the last answer be lost, another server gives it."""
+        """Forget ended sessions after a delay, so that another server can repeat a lost last answer."""
         later = asyncio.get_running_loop().call_later
         for session_id in session_ids:
             self._ended[server_id, session_id] = later(FORGET_S, self._forget, server_id, session_id)
 
     def interrupted(self, session_ids: Iterable[str]) -> None:
-        """Remember the sessions whose call may be what their server died of."""
+        """Remember the sessions whose calls might have killed their server."""
         self._interrupted.add(*session_ids)
 
     async def blame(self, server_id: str, session_ids: Iterable[str]) -> None:
-        """Let the session that a server was stuck in be lost, and take turns where it is one of several."""
+        """Record which session got a server stuck. If there are several candidates, they take turns."""
         blamed = list(session_ids)
         if not blamed:
             return
@@ -275,12 +275,12 @@ class Failover(Routing):
         await asyncio.wait([self._writes[session_id] for session_id in blamed], timeout=CONFIRM_S)
 
     def takes_turns(self, session_id: str) -> bool:
-        """Return whether the steps of a session wait for those of other suspects."""
+        """Return True if the steps of a session wait for the steps of other suspects."""
         return session_id in self._suspects
 
     @asynccontextmanager
     async def turn(self, session_id: str) -> AsyncIterator[RemoteServer | None]:
-        """Wait for the calls of other suspects; sessions that are none need not wait."""
+        """Wait for the calls of other suspects, if the session is a suspect."""
         if not self.takes_turns(session_id):
             yield None
             return
@@ -288,7 +288,7 @@ class Failover(Routing):
             yield await self.find(session_id)
 
     async def aclose(self) -> None:
-        """Cancel adoptions, which another controller may repeat, and finish writing."""
+        """Cancel adoptions, which another controller can repeat, and finish the writes."""
         cancelled: list[asyncio.Task[Any]] = [*self._adoptions.values(), *self._closing]
         for task in cancelled:
             task.cancel()
@@ -299,13 +299,13 @@ class Failover(Routing):
             for write in late:
                 write.cancel()
             cancelled += late
-        # A cancelled call gives its connection to the store back before the store is closed.
+        # Let cancelled calls return their connections before the store is closed.
         await asyncio.gather(*cancelled, return_exceptions=True)
 
     def _holder(self, session_id: str) -> RemoteServer | None:
-        """Return the server of a session, as far as this controller has heard from it and from the store.
+        """Return the server of a session, as far as this controller knows without reading the store.
 
-        The id of a server proves that it opened a session; only the store proves that it continues one.
+        A session's id proves which server opened it. Only the store proves which server continues it.
         """
         servers = self._registry.servers
         if (there := servers.get(home(session_id))) is not None:
@@ -314,7 +314,7 @@ class Failover(Routing):
         return next((one for one in claiming if f"{session_id} {one.server_id}" in self._confirmed), None)
 
     async def _locate(self, session_id: str) -> tuple[RemoteServer | None, Record | None]:
-        """Return the server of a session, or its record where that server is not linked or not known."""
+        """Return the server of a session, or the session's record if the server is unknown or not linked."""
         server = self._holder(session_id)
         if server is not None or (record := await self.records.find(session_id)) is None:
             return server, None
@@ -322,7 +322,7 @@ class Failover(Routing):
         return self._holder(session_id), record
 
     def _write(self, session_id: str, work: Callable[[], Awaitable[bool]]) -> None:
-        """Write to the store, after the session's write before."""
+        """Write to the store after the session's previous write."""
 
         async def run(before: asyncio.Task[bool] | None) -> bool:
             if before is not None:
@@ -355,7 +355,7 @@ class Failover(Routing):
         self._write(session_id, lambda: self.records.forget(session_id, server_id))
 
     def _clear(self, session_id: str) -> None:
-        """Handle that a session's step is done, or the session lost."""
+        """Clear the suspicions about a session whose step is done or that is lost."""
         self._suspects.discard(session_id)
         self._unproven.pop(session_id, None)
 
@@ -375,12 +375,12 @@ class Failover(Routing):
         error = None if adoption.cancelled() else adoption.exception()
         if isinstance(error, SessionLost):
             self._registry.count_lost(session_id)
-        if error is not None:  # without its text, which may quote what the environment said
+        if error is not None:  # omit its text, which might quote the environment
             why = getattr(error, "type", type(error).__name__)
             logger.warning("session %s could not be continued: %s", session_id, why)
 
     async def _adopt(self, session_id: str) -> RemoteServer:
-        """Return the server with a session, once it is open there. Raises SessionLost, StateUnavailable."""
+        """Let a server adopt a session and return the server. Raises SessionLost, StateUnavailable."""
         end = self._clock() + self._wait_s
         while (record := await self.records.find(session_id)) is not None:
             session_ended, holder = record.last.state is None, None
@@ -406,7 +406,7 @@ class Failover(Routing):
                 raise await self._lose(record, reason)
             server = await self._move(record, end, died=died and not last)
             if server is not None:
-                if self._is_unproven(record):  # still: the checkpoint of the adoption has cleared it
+                if self._is_unproven(record):  # set it again, since the checkpoint of the adoption cleared it
                     self._unproven[session_id] = server.server_id
                 if record.deaths + died + 1 >= MAX_DEATHS:
                     self._suspects.add(session_id)
@@ -414,7 +414,7 @@ class Failover(Routing):
         raise SessionLost(LOST, server=home(session_id))
 
     async def _move(self, record: Record, end: float, *, died: bool) -> RemoteServer | None:
-        """Move a session to a server with room; return None to try again."""
+        """Move a session to a server with room. Return None to try again."""
         session_id, group = record.last.session_id, (record.last.task, record.last.client)
         try:
             server = await self._take(record, end)
@@ -425,7 +425,7 @@ class Failover(Routing):
                 record, "the session's server is gone, and no other has room; open a new one"
             )
         try:
-            # No other server writes from here on, so that this is the last checkpoint of any answer.
+            # From here on no other server writes, so this checkpoint covers every delivered answer.
             moved = await self.records.move(session_id, record.holder, server.server_id, died=died)
             if moved is None or moved.last.state is None or not await self._ask(server, moved):
                 return None
@@ -440,7 +440,7 @@ class Failover(Routing):
         return server
 
     async def _take(self, record: Record, end: float) -> RemoteServer | None:
-        """Reserve a place. Steps that may get their server stuck are spread over the servers, if possible."""
+        """Reserve a place. If possible, steps that might get their server stuck go to different servers."""
         session_id, group = record.last.session_id, (record.last.task, record.last.client)
         unproven = self._is_unproven(record)
         patience = self._clock() + APART_S
@@ -454,11 +454,11 @@ class Failover(Routing):
         return server
 
     def _is_unproven(self, record: Record) -> bool:
-        """Return whether a step was under way, of a task whose sessions have got servers stuck."""
+        """Return True if a session was interrupted in a step and its task has got servers stuck before."""
         return record.last.session_id in self._interrupted and record.last.task in self._sticky
 
     async def _ask(self, server: RemoteServer, record: Record) -> bool:
-        """Let a server adopt a session; idempotent. Raises SessionLost where no server can restore it."""
+        """Let a server adopt a session. Idempotent. Raises SessionLost if no server can restore it."""
         try:
             await server.call("adopt", msgspec.json.encode(record.last))
             return True
@@ -470,7 +470,7 @@ class Failover(Routing):
         except StateUnavailable:
             raise
         except WireError as error:
-            reason = f"the session's server is gone, and another cannot go on: {error}"
+            reason = f"the session's server is gone, and another cannot continue it: {error}"
             raise await self._lose(record, reason) from error
 
     async def _lose(self, record: Record, reason: str) -> SessionLost:

@@ -13,16 +13,16 @@ CLAIM_S = 900.0
 
 
 class FleetStore(Protocol):
-    """State that the controllers of a fleet share; sessions are not in it, their ids name their servers.
+    """State that the controllers of a fleet share. It contains no sessions, because their ids name servers.
 
     Methods raise StateUnavailable while the store does not answer.
     """
 
     async def start(self) -> None:
-        """Connect. Raises ServeError where the store does not answer."""
+        """Connect. Raises ServeError if the store does not answer."""
 
     async def claim(self, key: str, claim: str) -> str:
-        """Claim an idempotency key, unless it is claimed already; return its claim."""
+        """Claim an idempotency key unless it is already claimed, and return the current claim."""
 
     async def unclaim(self, key: str, claim: str) -> None:
         """Drop a claim."""
@@ -31,31 +31,31 @@ class FleetStore(Protocol):
         """Return the claim of an idempotency key."""
 
     async def agent_key(self, key: str) -> str:
-        """Keep a key of agent tokens unless there is one already; return the one that is kept."""
+        """Store a key for agent tokens unless one is already stored, and return the stored key."""
 
     async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
-        """Keep, until a Unix time, the id of a session's only valid agent token."""
+        """Store the id of a session's only valid agent token until a Unix time."""
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
-        """Return the id and the end of each revocation that holds at a Unix time."""
+        """Return the token id and the end of each revocation in force at a Unix time."""
 
     async def report_alive(self, server_id: str) -> None:
-        """Record that this controller has heard a server."""
+        """Record that this controller received a heartbeat from a server."""
 
     async def is_alive(self, server_id: str, within_s: float) -> bool:
-        """Return whether any controller has heard a server in the last seconds."""
+        """Return True if any controller received a heartbeat within the last seconds."""
 
     async def report_lost(self, server_id: str) -> None:
         """Record that a server is lost."""
 
     async def is_lost(self, server_id: str) -> bool:
-        """Return whether a server was declared lost."""
+        """Return True if a server was declared lost."""
 
     async def knows(self, server_id: str) -> bool:
-        """Return whether any controller has ever heard a server."""
+        """Return True if any controller has ever received a heartbeat from a server."""
 
     async def read(self, session_id: str) -> tuple[bytes | None, str]:
-        """Return the record of a session and its version; ``None, ""`` where there is none."""
+        """Return the record of a session and its version, or ``None, ""`` if there is none."""
 
     async def write(self, session_id: str, record: bytes | None, version: str, ttl_s: float) -> bool:
         """Compare and set the record of a session.
@@ -63,10 +63,10 @@ class FleetStore(Protocol):
         Args:
             session_id: the session.
             record: new record; None removes it.
-            version: version of the record that it replaces, as ``read`` returned it.
+            version: version of the replaced record, as returned by ``read``.
             ttl_s: seconds for which the new record is kept.
 
-        Returns False where the record has another version by now.
+        Returns False if the version of the record has changed.
         """
 
     async def aclose(self) -> None:
@@ -77,8 +77,8 @@ class MemoryStore:
     """The store of a fleet with one controller.
 
     Args:
-        clock: seconds, monotonic.
-        size: maximum number of entries of each kind; the oldest are dropped.
+        clock: returns the monotonic time in seconds.
+        size: maximum number of entries of each kind. The oldest are dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, size: int = 100_000) -> None:
@@ -95,7 +95,7 @@ class MemoryStore:
         """Do nothing."""
 
     async def claim(self, key: str, claim: str) -> str:
-        """Claim an idempotency key, unless it is claimed already; return its claim."""
+        """Claim an idempotency key unless it is already claimed, and return the current claim."""
         horizon = self._clock() - CLAIM_S
         while self._claims and next(iter(self._claims.values()))[1] < horizon:
             self._claims.popitem(last=False)
@@ -114,23 +114,23 @@ class MemoryStore:
         return claim[0] if claim is not None else None
 
     async def agent_key(self, key: str) -> str:
-        """Return the key: there is no other controller."""
+        """Return the key, because there is no other controller."""
         return key
 
     async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
-        """Do nothing: there is no other controller."""
+        """Do nothing, because there is no other controller."""
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
         """Return nothing."""
         return {}
 
     async def report_alive(self, server_id: str) -> None:
-        """Record that this controller has heard a server."""
+        """Record that this controller received a heartbeat from a server."""
         self._alive[server_id] = self._clock()
         self._trim(self._alive)
 
     async def is_alive(self, server_id: str, within_s: float) -> bool:
-        """Return whether the controller has heard a server in the last seconds."""
+        """Return True if the controller received a heartbeat within the last seconds."""
         return self._clock() - self._alive.get(server_id, float("-inf")) < within_s
 
     async def report_lost(self, server_id: str) -> None:
@@ -139,20 +139,20 @@ class MemoryStore:
         self._trim(self._lost)
 
     async def is_lost(self, server_id: str) -> bool:
-        """Return whether a server was declared lost."""
+        """Return True if a server was declared lost."""
         return server_id in self._lost
 
     async def knows(self, server_id: str) -> bool:
-        """Return whether the controller has ever heard a server."""
+        """Return True if the controller has ever received a heartbeat from a server."""
         return server_id in self._alive
 
     async def read(self, session_id: str) -> tuple[bytes | None, str]:
-        """Return the record of a session and its version; ``None, ""`` where there is none."""
+        """Return the record of a session and its version, or ``None, ""`` if there is none."""
         record, version, expiry = self._records.get(session_id, (b"", "", 0.0))
         return (record, version) if expiry > self._clock() else (None, "")
 
     async def write(self, session_id: str, record: bytes | None, version: str, ttl_s: float) -> bool:
-        """Compare and set the record of a session; return False where it has another version."""
+        """Compare and set the record of a session. Return False if its version differs."""
         if version != (await self.read(session_id))[1]:
             return False
         self._records.pop(session_id, None)

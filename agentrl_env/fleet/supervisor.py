@@ -17,18 +17,18 @@ from agentrl_env.server.telemetry.logs import escaped
 T = TypeVar("T")
 
 MAX_THREADS = 1024
-"""Servers that can start or stop at the same time, each on a thread."""
+"""Maximum number of servers that start or stop at the same time, each on its own thread."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STEADY_S = 10.0
-"""A server that ran for this long restarts after the first pause; earlier ends double the pause."""
+"""A server that ran for this many seconds restarts after the shortest pause. Earlier ends double it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """One supervised place, and the server that currently fills it.
+    """A supervised server, which is replaced by a new one when it ends.
 
     Args:
-        name: what reports call it.
+        name: name in reports.
         make: returns a new server that has not been started.
     """
 
@@ -41,14 +41,14 @@ class Replica:
 
 
 class Supervisor:
-    """Starts servers, restarts those that end, and stops all of them.
+    """Starts servers, restarts any that end, and stops all of them.
 
     Args:
-        replicas: the places to fill.
-        report: called with one line per event; errors of writing it are ignored.
+        replicas: the servers to run.
+        report: called with one line per event. Errors in writing it are ignored.
         on_end: awaited with each server that has ended, before it is replaced.
-        retire: returns the number of sessions that keep a replaced server from being stopped, and keeps
-            new ones away from it; by default it is stopped immediately.
+        retire: stops placing sessions on a replaced server and returns the number of its open sessions, which
+            the supervisor waits for. By default the server is stopped immediately.
         poll_s: seconds between checks of a server.
     """
 
@@ -67,10 +67,10 @@ class Supervisor:
         self._watching: dict[str, asyncio.Task[None]] = {}
         """The task that restarts each replica, by its name."""
         self._retiring: dict[asyncio.Task[None], ServerHandle] = {}
-        """Servers that were replaced or removed, and finish their sessions."""
+        """Servers that were replaced or removed and are finishing their sessions."""
 
     async def start(self) -> None:
-        """Return once every server serves. Raises AgentRLError if one cannot start; then call ``stop``."""
+        """Return once every server serves. Raises AgentRLError if one cannot start. Then call ``stop``."""
         filling = [asyncio.create_task(self._fill(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*filling)
@@ -83,7 +83,7 @@ class Supervisor:
             self._start_watching(replica)
 
     async def stop(self) -> None:
-        """Drain and stop every server; idempotent. Raises the first error."""
+        """Drain and stop every server. Idempotent. Raises the first error."""
         servers = self._servers()
         tasks = [*self._watching.values(), *self._retiring]
         for task in tasks:
@@ -101,15 +101,15 @@ class Supervisor:
                 raise error
 
     def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
+        """End the drain of a concurrent ``stop`` early."""
         for server in self._servers():  # the supervisor's own threads are busy with stop()
             asyncio.get_running_loop().run_in_executor(None, server.stop_waiting)
 
     async def roll(self, replicas: Sequence[Replica] | None = None) -> None:
-        """Replace servers one by one, by default all of them.
+        """Replace servers one after another, by default all of them.
 
-        Each new server serves before the old one gets no new sessions. The old one is stopped once its
-        sessions have ended.
+        The old server gets new sessions until the new one serves. It is stopped once its sessions have
+        ended.
         """
         for replica in list(self.replicas) if replicas is None else replicas:
             async with replica.lock:
@@ -120,7 +120,7 @@ class Supervisor:
             self.report(f"{replica.name} was replaced")
 
     async def add(self, replica: Replica) -> None:
-        """Start another server. One that cannot start is tried again, as one that has ended."""
+        """Start another server. A failed start is repeated, like the restart of a server that ended."""
         self.replicas.append(replica)
         try:
             await self._fill(replica)
@@ -131,7 +131,7 @@ class Supervisor:
         self._start_watching(replica)
 
     async def remove(self, replica: Replica) -> None:
-        """Give up a place; its server is stopped once its sessions have ended."""
+        """Remove a server. It is stopped once its sessions have ended."""
         watching = self._watching.pop(replica.name)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -141,12 +141,12 @@ class Supervisor:
         self.report(f"{replica.name} was removed")
 
     def report(self, line: str) -> None:
-        """Report an event on one line; errors of writing it are ignored."""
+        """Report an event on one line. Errors in writing it are ignored."""
         with contextlib.suppress(OSError, ValueError):
             self._write(escaped(line))
 
     def _servers(self) -> list[ServerHandle]:
-        """Return every server that has been started, with those that finish their sessions."""
+        """Return all running servers, including the replaced ones that are finishing their sessions."""
         filled = [replica.server for replica in self.replicas if replica.server is not None]
         return [*filled, *self._retiring.values()]
 
@@ -162,7 +162,7 @@ class Supervisor:
         task.add_done_callback(lambda done: self._retiring.pop(done, None))
 
     async def _finish(self, server: ServerHandle) -> None:
-        """Stop a server once its sessions have ended, or it has."""
+        """Stop a server once it or all of its sessions have ended."""
         while self._retire(server):
             await asyncio.sleep(self._poll_s)
             if not await self._run(partial(_is_running, server)):
@@ -175,7 +175,7 @@ class Supervisor:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _fill(self, replica: Replica) -> None:
-        """Start a new server for a replica; the caller stops the previous one."""
+        """Start a new server for a replica. The caller stops the previous one."""
         server = replica.make()
         try:
             await self._run(server.start)

@@ -33,13 +33,13 @@ _REFRESH_S = 0.5
 class LocalFleet:
     """A controller in this process, and its servers as child processes or containers.
 
-    The servers connect to the controller with a token that permits nothing else. A supervisor restarts
+    The servers connect to the controller with a token that allows nothing else. A supervisor restarts
     servers that end. No server outlives this process.
 
     Args:
         config: what to run.
         report: called with one line per event.
-        token: operator token; by default that of the configured variable.
+        token: operator token. By default it is read from the configured variable.
         tls: encrypts the connections of callers.
     """
 
@@ -81,7 +81,7 @@ class LocalFleet:
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty where there are none."""
+        """A text about the sessions that a drain waits for. Empty if there are none."""
         open_sessions = sum(len(server.sessions) for server in self._controller.fleet.servers.values())
         return sessions_get(open_sessions, max(task.drain for task in self._config.tasks))
 
@@ -99,17 +99,17 @@ class LocalFleet:
             await self._controller.stop()
 
     def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
+        """End the drain of a concurrent ``stop`` early."""
         self.supervisor.stop_waiting()
 
     async def reload(self, config: FleetConfig) -> None:
-        """Apply a configuration that was read again, and the files of the certificate.
+        """Apply a configuration that was read again, and reload the certificate.
 
-        Servers are added, removed and replaced as their task requires; without a change all are replaced,
-        so that they load their tasks anew. A server that goes gets no new session and is stopped once those
-        it has have ended. The name of the fleet and its controller stay as they are.
+        Servers are added, removed and replaced to match the new configuration. If nothing has changed, all
+        are replaced, so that they load their tasks again. A replaced server gets no new session and is
+        stopped once its sessions have ended. The fleet's name and its controller do not change.
 
-        Raises AgentRLError if a new server does not start. The previous one then stays.
+        Raises AgentRLError if a new server does not start. The previous server then continues.
         """
         self._controller.reload_certificate()
         before = self._config
@@ -183,16 +183,16 @@ class LocalFleet:
 
 
 def _is_other(task: TaskConfig, before: TaskConfig | None) -> bool:
-    """Return True if the running servers of a task have other options, whatever their number."""
+    """Return True if the options of a task's servers have changed. Their number is ignored."""
     return before is not None and task != before.model_copy(update={"replicas": task.replicas})
 
 
 class _ForegroundFleet(LocalFleet):
-    """The fleet of the command line: SIGHUP reloads its file, and a terminal shows its table.
+    """The fleet of the command line. SIGHUP reloads its file, and a terminal shows a table of its state.
 
     Args:
         read: reads the file.
-        options: of ``LocalFleet``.
+        options: options of ``LocalFleet``.
     """
 
     def __init__(self, read: Callable[[], FleetConfig], **options: Any) -> None:
@@ -241,14 +241,14 @@ class _ForegroundFleet(LocalFleet):
 
 
 def up(file: Path, token: str | None = None, tls: Tls | None = None) -> None:
-    """Run a fleet until Ctrl-C or SIGTERM; SIGHUP reads its file again.
+    """Run a fleet until Ctrl-C or SIGTERM. SIGHUP reloads its file.
 
     Args:
-        file: its configuration.
-        token: operator token; by default that of the configured variable.
+        file: the configuration file.
+        token: operator token. By default it is read from the configured variable.
         tls: encrypts the connections of callers.
 
-    Raises AgentRLError if the fleet cannot start; everything that had started is stopped.
+    Raises AgentRLError if the fleet cannot start. All servers that did start are then stopped.
     """
     run_until_stopped(_ForegroundFleet(partial(read_fleet_config, file), token=token, tls=tls), print_now)
 

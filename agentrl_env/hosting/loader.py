@@ -80,7 +80,7 @@ def _find(target: str) -> type[Environment]:
 
 
 def _bridged(scheme: str, address: str) -> type[Environment] | None:
-    """Return the class that the bridge of a scheme makes; None if no bridge has this scheme."""
+    """Return the class that the bridge of a scheme makes, or None if no bridge has this scheme."""
     match scheme:
         case "gym":
             from agentrl_env.bridges.gymnasium import task
@@ -193,7 +193,7 @@ def _environments(module: ModuleType) -> list[type[Environment]]:
 
 
 def _stray_class(module: ModuleType) -> str:
-    """Return what to write where a class has tools and does not derive from Environment."""
+    """Return what to write if a class has tools and does not derive from Environment."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     for own in classes:
         if not issubclass(own, Environment) and any(map(is_tool, vars(own).values())):

@@ -123,11 +123,11 @@ class EnvServer:
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty where there are none."""
+        """The sessions that a drain waits for, in words; empty if there are none."""
         return sessions_get(self.pool.open_sessions, self._drain_s)
 
     async def start(self) -> None:
-        """Start to answer requests. Raises ServeError where the startup of a task fails."""
+        """Start to answer requests. Raises ServeError if the startup of a task fails."""
         self._loop_watch.start()
         try:
             await self.pool.tasks()
@@ -169,7 +169,7 @@ class Running(Protocol):
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty where there are none."""
+        """The sessions that a drain waits for, in words; empty if there are none."""
 
     async def start(self) -> None:
         """Start to answer requests."""
@@ -206,13 +206,13 @@ def run_until_stopped(
     server: Running, announce: Callable[[str], None], watchdog: Watchdog | None = None
 ) -> None:
     """Run a server on its own event loop until SIGINT or SIGTERM; a second one stops at once."""
-    factory = uvicorn.Config("").get_loop_factory()  # uvloop where it is installed
+    factory = uvicorn.Config("").get_loop_factory()  # uvloop if it is installed
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(_serve(server, announce, watchdog))
 
 
 def sessions_get(number: int, drain_s: float) -> str:
-    """Return what the drain of a number of open sessions waits for; empty where there are none."""
+    """Return what the drain of a number of open sessions waits for; empty if there are none."""
     if not number:
         return ""
     if not drain_s:

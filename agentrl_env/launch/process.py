@@ -142,7 +142,7 @@ class ServerProcess(ServerHandle):
             client = EnvClient.connect(server.url, token=server.token)
 
     The child reads a socket from this process and exits when it closes, so it never outlives its parent, not
-    even a killed one; where its watchdog kills it, that writes there which sessions got it stuck. The child
+    even a killed one. If its watchdog kills it, that writes there which sessions got it stuck. The child
     leads its own process group: Ctrl-C does not reach it, and ``stop`` ends all its child processes.
 
     Args:
@@ -249,7 +249,7 @@ class ServerProcess(ServerHandle):
         return self._process is not None and place == place_of(self._process.pid)
 
     def blocking_sessions(self) -> list[str]:
-        """Return, once, the sessions of which one got the server stuck, where its watchdog killed it."""
+        """Return, once, the sessions of which one got the server stuck, if its watchdog killed it."""
         if self._socket is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 sessions = json.loads(self._socket.recv(_VERDICT_BYTES))
@@ -273,7 +273,7 @@ class ServerProcess(ServerHandle):
         return "; ".join([*reason, *([] if code is None else [f"exit code {code}"])])
 
     def _answers(self) -> bool:
-        """Return whether the server has announced itself and answers."""
+        """Return True if the server has announced itself and answers."""
         while self._log is not None and (chunk := os.pread(self._log.fileno(), _READ_BYTES, self._log_end)):
             self._log_end += len(chunk)
             *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")

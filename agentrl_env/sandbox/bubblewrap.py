@@ -287,7 +287,7 @@ def _groups() -> dict[str, Path]:
 
 
 def _group(limits: SandboxLimits) -> cgroups.Group | None:
-    """Create a sandbox's cgroup; None with ``best_effort`` where this process may not create any."""
+    """Create a sandbox's cgroup; None with ``best_effort`` if this process may not create any."""
     bases = _groups()
     if not bases and not limits.best_effort:
         raise SandboxFailed(NO_CGROUPS)

@@ -269,7 +269,7 @@ class DockerSandbox(Sandbox):
         self._api.kill(self._id)
 
     def _count_oom_kills(self) -> bool:
-        """Return whether the kernel has killed a process for lack of memory since the last count."""
+        """Return True if the kernel has killed a process for lack of memory since the last count."""
         made = self._api.exec_create(self._id, ["/bin/sh", "-c", f"{_COUNT}echo $kills"], user=self._user)[
             "Id"
         ]
@@ -284,7 +284,7 @@ class DockerSandbox(Sandbox):
             )
 
     def _ended_for_memory(self) -> bool:
-        """Return whether the container has ended and the daemon saw its memory run out."""
+        """Return True if the container has ended and the daemon saw its memory run out."""
         with _failures("the Docker daemon fails"):
             if self._state() is not None:
                 return False
@@ -293,7 +293,7 @@ class DockerSandbox(Sandbox):
         return bool(seen)
 
     def _state(self) -> dict[str, Any] | None:
-        """Return the container's state; None if it does not run."""
+        """Return the container's state, or None if it does not run."""
         import docker
 
         try:

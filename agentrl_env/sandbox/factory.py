@@ -58,7 +58,7 @@ def open_sandbox(
         root: run commands as a container's root user, in the image's own working folder and environment, with
             all its files writable. ``disk`` is then not part of ``memory``; what commands write is counted
             when they end, so that one command can exceed it. Only with a container's ``image``.
-        limits: "enforced" opens no sandbox where nothing can enforce the limits; "best_effort" opens one with
+        limits: "enforced" opens no sandbox if nothing can enforce the limits; "best_effort" opens one with
             what can be had, and logs that once, as ``AGENTRL_SANDBOX_LIMITS=best_effort`` does for all tasks.
         allow_unsafe: run commands without a sandbox if none is available, without the image if no Docker
             daemon answers, and with best-effort limits, as ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all

@@ -29,7 +29,7 @@ def process_identity(pid: int | None = None) -> str:
 
 
 def is_dead(identity: str) -> bool | None:
-    """Return whether the process with this identity has ended; zombies count as ended.
+    """Return True if the process with this identity has ended; zombies count as ended.
 
     Returns None for identities of another machine, boot or pid namespace, and for malformed ones.
     """
@@ -46,7 +46,7 @@ def resource_name() -> str:
 
 
 def is_orphan(name: str) -> bool:
-    """Return whether ``name`` comes from ``resource_name`` in a process that is known to have ended."""
+    """Return True if ``name`` comes from ``resource_name`` in a process that is known to have ended."""
     match = _NAME.fullmatch(name)
     return match is not None and is_dead(match[1]) is True
 

@@ -72,7 +72,7 @@ class SandboxLimits:
     background: bool = False
     root: bool = False
     best_effort: bool = False
-    """Whether the sandbox may start where cgroups cannot enforce the limits."""
+    """Whether the sandbox may start if cgroups cannot enforce the limits."""
 
     def __post_init__(self) -> None:
         if self.disk <= 0 or (self.disk + OVERHEAD > self.memory and not self.root):

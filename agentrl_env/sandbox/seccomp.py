@@ -51,11 +51,11 @@ _REFUSED = {
 _LASTING = {"shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)}
 """System V IPC: memory that belongs to no process, which would outlive commands and their limits."""
 UNCOUNTED = {"memfd_create": (319, 279), "sched_setaffinity": (203, 122)}
-"""Memory that no process shows, and the choice of processors: refused where no cgroup limits them."""
+"""Memory that no process shows, and the choice of processors: refused if no cgroup limits them."""
 
 
 def program(machine: str | None = None, *, uncounted: Iterable[str] = ()) -> bytes | None:
-    """Return the filter as ``struct sock_filter[]``; None for architectures without a list of calls.
+    """Return the filter as ``struct sock_filter[]``, or None for architectures without a list of calls.
 
     Args:
         machine: the architecture; this machine's by default.

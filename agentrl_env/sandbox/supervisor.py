@@ -28,7 +28,7 @@ from typing import Any
 CHUNK = 1 << 16
 PR_SET_DUMPABLE = 4
 TICK_MS = 50
-"""Milliseconds between two measurements of the memory in use, where no cgroup limits it."""
+"""Milliseconds between two measurements of the memory in use, if no cgroup limits it."""
 LAYERS = int(sys.argv[1])
 """Descriptor of the folder with the writable layers, which has no path in the sandbox."""
 OPAQUE = "AGENTRL.opaque"

@@ -154,7 +154,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process of a command's group runs; until then the group id is not reused."""
+    """Return True if a process of a command's group runs; until then the group id is not reused."""
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:

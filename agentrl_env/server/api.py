@@ -1,6 +1,6 @@
-"""The calls of the protocol as a client makes them: parsed, authorized, limited, counted and answered.
+"""Parses, authorizes, limits, counts and answers the calls of the protocol.
 
-HTTP and the WebSocket both end here; a controller's link skips authorization.
+Calls arrive over HTTP and the WebSocket. Calls over a controller's link are not authorized.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ _HIDDEN: dict[type[BaseModel], Any] = {
         "info": True,
     },
 }
-"""Fields that answers to an agent token leave out: they may give the solution away."""
+"""Fields that are omitted from answers to agent tokens, because they might reveal the solution."""
 MAX_MALFORMED = 64
-"""Steps of a batch that may be malformed; with more, none is played."""
+"""Maximum number of malformed steps in a batch. With more of them, no step is played."""
 
 
 class Api:
@@ -81,9 +81,9 @@ class Api:
     Args:
         service: the sessions.
         metrics: counts calls and errors.
-        limits: of one caller; None for a controller's link, which is not authorized call by call.
-        tokens: issues agent tokens, which the answers that open sessions carry; None where there are none.
-        history: of the process; None for a controller's link, which does not ask for it.
+        limits: limits of one caller. None for a controller's link, whose calls are not authorized one by one.
+        tokens: issues the agent tokens that are returned with opened sessions. None disables them.
+        history: history of the process. None for a controller's link, which never requests it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Api:
         self._limits = limits
         self._tokens = tokens
         self._handlers: dict[str, Handler] = {name: partial(self._forward, name) for name in CALLS}
-        """Answers each call for a caller, once it is admitted."""
+        """The function that answers each call after the caller is admitted."""
         self._handlers |= {
             STEP.name: self._step,
             STEP_MANY.name: self._step_batch,
@@ -120,20 +120,20 @@ class Api:
         return self._tokens is not None
 
     def answer(self, call: Call, request: Any, who: Caller) -> Coroutine[Any, Any, bytes]:
-        """Make a call; return its answer as JSON. Raises WireError."""
+        """Make a call and return its answer as JSON. Raises WireError."""
         self._admit(call, who, getattr(request, "session_id", None))
         return self._handlers[call.name](request, who)
 
     async def answer_json(
         self, call: Call, text: bytes | str, who: Caller, session_id: str | None = None
     ) -> bytes:
-        """Make a call whose arguments are JSON text; unknown fields are ignored. Raises WireError.
+        """Make a call with arguments in JSON text. Unknown fields are ignored. Raises WireError.
 
         Args:
-            call: row of the table.
+            call: row of ``CALLS``.
             text: HTTP body.
             who: the caller.
-            session_id: session of the HTTP path; None where the text names it.
+            session_id: session in the HTTP path. None if the text contains it.
         """
         self.check_values(text, who)
         if isinstance(text, bytes):
@@ -143,7 +143,7 @@ class Api:
     async def answer_checked(
         self, call: Call, text: bytes | str, who: Caller, session_id: str | None = None
     ) -> bytes:
-        """Make a call as ``answer_json`` does, where the text has passed ``check_values``."""
+        """Make a call like ``answer_json``, with a text that has passed ``check_values``."""
         if call is STEP:
             return await self.answer(call, read_step(text, session_id), who)
         if call is STEP_MANY:
@@ -157,7 +157,7 @@ class Api:
         return await self.answer(call, call.request.model_construct(**fields, session_id=session_id), who)
 
     def check_values(self, text: bytes | str, who: Caller) -> None:
-        """Raise InvalidRequest where a call's JSON holds too many values to be parsed."""
+        """Raise InvalidRequest if a call's JSON holds too many values to be parsed."""
         if self._limits is None:
             return
         try:
@@ -168,14 +168,14 @@ class Api:
 
     @asynccontextmanager
     async def receiving(self, text: str, who: Caller) -> AsyncIterator[None]:
-        """Check a WebSocket message of another protocol, and count it towards the budget of its caller.
+        """Check a WebSocket message of another protocol and charge it to its caller's budget.
 
         Raises BodyTooLarge, RateLimited, InvalidRequest.
         """
         if self._limits is not None:
             limit = self._limits.max_bytes(agent=who.session_id is not None)
             if len(text) > limit:
-                raise BodyTooLarge(f"the message is over the limit of {limit} bytes")
+                raise BodyTooLarge(f"the message exceeds the limit of {limit} bytes")
         if who.budget is None or len(text) <= SMALL_BYTES:
             self.check_values(text, who)
             yield
@@ -185,7 +185,7 @@ class Api:
             yield
 
     def count(self, error: WireError) -> None:
-        """Count an error that is answered."""
+        """Count an error that is returned to a caller."""
         self.metrics.errors[error.type] += 1
 
     async def _forward(self, name: str, request: BaseModel, who: Caller) -> bytes:
@@ -229,7 +229,7 @@ class Api:
         return _to_json(None)
 
     async def _answer_batch(self, text: bytes | str, who: Caller) -> bytes:
-        """Step a batch; malformed items are answered with their error, the others are played."""
+        """Step a batch. Malformed items get an error, the others are played."""
         try:
             batch = decode_batch(text)
         except UNREADABLE:
@@ -286,7 +286,7 @@ class Api:
         return [refused.get(position) or next(played) for position in range(len(steps))]
 
     async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
-        """Step a batch that is within its limits, and count the errors."""
+        """Step a batch that is within the limits, and count the errors."""
         answers = await self.service.step_many(request)
         for answer in answers:
             if not isinstance(answer, bytes):
@@ -294,8 +294,8 @@ class Api:
         return answers
 
     def _bound(self, request: OpenRequest) -> OpenRequest:
-        """Return a client's opening with the digest that its ``request_id`` is bound to."""
-        if self._limits is None:  # of a controller, which has bound it
+        """Return the opening with the digest to which its ``request_id`` is bound."""
+        if self._limits is None:  # the controller has already set the digest
             return request
         return request.model_copy(update={"digest": payload_digest(request)})
 
@@ -348,22 +348,22 @@ class Api:
         return to_json(fields)
 
     async def _new_token(self, request: SessionRequest) -> str:
-        """Revoke the agent tokens of a session that is known; return a new one."""
+        """Revoke the agent tokens of a known session and return a new one."""
         if self._tokens is None:
-            raise NotSupported("this server has no token, and so no agent tokens")
+            raise NotSupported("this server has no operator token, so it issues no agent tokens")
         await self.service.info(request)
         return await self._tokens.renew(request.session_id)
 
 
 def _seen_by(who: Caller, answer: bytes, model: type[BaseModel]) -> bytes:
-    """Return an answer as JSON. For an agent token, omit what the model does not see of the episode."""
+    """Return an answer as JSON. For an agent token, omit the fields that the model must not see."""
     if who.session_id is None:
         return answer
     return model.model_validate_json(answer).model_dump_json(exclude=_HIDDEN[model]).encode()
 
 
 def _item_seen_by(who: Caller, item: bytes | WireError) -> bytes | WireError:
-    """Return an item of a batch as a caller sees it; a controller passes errors on as JSON."""
+    """Return an item of a batch without hidden fields. A controller passes errors on as JSON."""
     if isinstance(item, WireError) or item.startswith(b'{"error":'):
         return item
     return _seen_by(who, item, StepResult)
@@ -391,12 +391,12 @@ def call_named(name: str) -> Call:
     """Return the row of a call. Raises InvalidRequest."""
     call = CALLS.get(name)
     if call is None:
-        raise InvalidRequest(f"call: there is no call {name!r}; calls: {', '.join(CALLS)}")
+        raise InvalidRequest(f"call: unknown call {name!r}; calls: {', '.join(CALLS)}")
     return call
 
 
 def read_step(text: bytes | str, session_id: str | None) -> Step:
-    """Parse a step; ``session_id`` None reads it from the text. Raises InvalidRequest."""
+    """Parse a step. If ``session_id`` is None, read it from the text. Raises InvalidRequest."""
     try:
         if session_id is None:
             return decode_step(text)
@@ -410,7 +410,7 @@ def read_step(text: bytes | str, session_id: str | None) -> Step:
 
 
 _GZIP = b"\x1f\x8b"
-"""First bytes of data that gzip has compressed."""
+"""First bytes of gzip data."""
 
 
 class _Sessions(msgspec.Struct):
@@ -418,7 +418,7 @@ class _Sessions(msgspec.Struct):
 
 
 def _batch_size(text: bytes | str) -> int | None:
-    """Return the length of the list of sessions that a body opens; None where it has none."""
+    """Return the number of sessions that a body opens, or None if it contains no list of sessions."""
     try:
         sessions = msgspec.json.decode(text, type=_Sessions).sessions
     except UNREADABLE:

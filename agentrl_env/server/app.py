@@ -39,7 +39,7 @@ _REF = "#/components/schemas/{model}"
 _SECURITY: dict[str, Any] = {"security": [{"bearer": []}]}
 _NO_STORE = {"cache-control": "no-store"}
 Mount = Callable[[FastAPI, Api], None]
-"""Adds the routes of another protocol to an application, and answers them with its ``Api``."""
+"""Adds the routes of another protocol, answered by the ``Api``, to an application."""
 
 
 def create_app(
@@ -55,12 +55,12 @@ def create_app(
     """Return the application that serves a ``Service``.
 
     Args:
-        service: the sessions; closed with the application.
+        service: the sessions. It is closed with the application.
         metrics: counters of the process.
         token: operator token, required as ``Authorization: Bearer`` on everything but ``/health``, ``/ready``
-            and the dashboard's files. With one, answers that open sessions carry agent tokens.
-        tokens: issues and verifies them; by default with a key of this application.
-        limits: of one caller.
+            and the dashboard's files. With a token, agent tokens are returned with opened sessions.
+        tokens: issues and verifies agent tokens. By default they use a key of this application.
+        limits: limits of one caller.
         tracing: makes OpenTelemetry spans.
         bridges: add the routes of other protocols.
     """
@@ -96,7 +96,7 @@ def create_app(
     _add_error_handlers(app, api)
     _add_probes(app, api, secured=bool(token))
     for call in CALLS.values():
-        if call is not OPEN_MANY:  # a form of OPEN's body
+        if call is not OPEN_MANY:  # it is a variant of OPEN's body
             _add_call(app, api, call, secured=bool(token))
     dashboard.add_routes(app)
     for mount in bridges:
@@ -107,7 +107,7 @@ def create_app(
 
 
 def call_at_end(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
-    """Call ``close`` when an application ends, before its service is closed."""
+    """Call ``close`` when the application ends, before its service is closed."""
     outer = app.router.lifespan_context
 
     @asynccontextmanager
@@ -231,7 +231,7 @@ def _errors(errors: Sequence[type[e.WireError]]) -> dict[int | str, dict[str, An
 
 
 def _add_openapi(app: FastAPI, *, secured: bool) -> None:
-    """Add the models that routes read and write as JSON text to the generated document."""
+    """Add the models that routes read and write as JSON text to the OpenAPI document."""
     generate = app.openapi
     models = {model for call in CALLS.values() for model in (call.body, call.answer) if model is not None}
 
@@ -274,7 +274,7 @@ def _add_error_handlers(app: FastAPI, api: Api) -> None:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
             response = answer(e.MethodNotAllowed(f"{where}: this path has no such method"))
-            response.headers.update(error.headers or {})  # the methods that it has
+            response.headers.update(error.headers or {})  # the allowed methods
             return response
         if error.status_code == 404:
             return answer(e.UnknownRoute(f"{where}: no such path in protocol 1"))
@@ -286,7 +286,7 @@ def _add_error_handlers(app: FastAPI, api: Api) -> None:
         return answer(e.InvalidRequest(f"{where}: {first['msg']}" if where else first["msg"]))
 
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody receives it
+        return Response(status_code=400)  # no client receives it
 
     async def on_bug(_: Request, error: Exception) -> Response:
         return answer(e.InternalError(f"a bug in the server: {type(error).__name__}"))

@@ -2,12 +2,12 @@
 
 The operator token permits every call. MAC is the base64url form of HMAC-SHA256.
 
-- An agent token permits to step and read one session: ``agent.SESSION_ID.EXPIRY.ID.MAC``, under a random key
-  of the server or fleet. See ``AgentTokens``.
-- The metrics token permits to read ``/metrics`` and what the dashboard shows: ``metrics.MAC``, under the
-  operator token. It neither opens, steps nor closes a session.
-- The link token permits a server to connect to a controller, and nothing else: ``link.MAC``, under the
-  operator token, so that every controller verifies it and every server can be given it in advance.
+- An agent token allows its holder to step and read one session. Its form is
+  ``agent.SESSION_ID.EXPIRY.ID.MAC``, signed with a random key of the server or fleet. See ``AgentTokens``.
+- The metrics token allows its holder to read ``/metrics`` and the data of the dashboard. Its form is
+  ``metrics.MAC``, signed with the operator token. It cannot open, step or close a session.
+- The link token allows a server to connect to a controller, and nothing else. Its form is ``link.MAC``,
+  signed with the operator token, so every controller can verify it and servers can receive it in advance.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ CLIENT_HEADER = "x-agentrl-client"
 AGENT_KEY = "AGENTRL_AGENT_KEY"
 """Environment variable with the random key of agent tokens."""
 CLOSED_S = 600.0
-"""Seconds for which the tokens of a closed session are refused; then the session is forgotten."""
+"""Seconds for which the tokens of a closed session are refused, before the session is forgotten."""
 SHARE_S = 1.0
-"""Interval in which the controllers of a fleet learn of each other's revocations."""
+"""Seconds between exchanges of revocations among the controllers of a fleet."""
 MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY = 16, 8
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())' > token.txt"
 """Command that makes an operator token."""
 _AGENT = "agent."
 _LINK = re.compile(r"link\.[A-Za-z0-9_-]{43}")
 _OF_LINK = b"\0link"
-"""Message of the link token's MAC."""
+"""The message that the link token's MAC authenticates."""
 _OF_METRICS = b"\0metrics"
-"""Message of the metrics token's MAC."""
+"""The message that the metrics token's MAC authenticates."""
 _NAME = re.compile(r"[^\x21-\x7e]+")
 
 
@@ -56,17 +56,17 @@ class Caller:
     name: str = ""
     """Name of the client in logs and limits."""
     session_id: str | None = None
-    """Session of an agent token; None for the operator token."""
+    """Session of an agent token. None for the operator token."""
     is_server: bool = False
-    """True for a link token, which permits no call."""
+    """True for a link token, which allows no call."""
     is_monitor: bool = False
-    """True for a metrics token, which only permits to read."""
+    """True for a metrics token, which only allows reading."""
     rates: Rates | None = None
-    """Rate limits of each call; None where the request as a whole was counted."""
+    """Rate limits of each call. None if the request was already counted as a whole."""
     grant: Grant | None = None
     """Content of an agent token."""
     budget: Budget | None = None
-    """Budget of the caller; None before it is admitted."""
+    """Budget of the caller. None before the caller is admitted."""
 
     def admit(self, call: Call, session_id: str | None) -> None:
         """Authorize and rate-limit a call of a session. Raises Forbidden, RateLimited."""
@@ -77,22 +77,22 @@ class Caller:
             self.budget.admit()
 
     def check_token(self, agent_may: bool) -> None:
-        """Raise Forbidden for a link or metrics token, and for an agent token where ``agent_may`` is False.
+        """Raise Forbidden for a link or metrics token, and for an agent token if ``agent_may`` is False.
 
         Raises Unauthorized for an agent token that has expired or was revoked since it was presented.
         """
         if self.is_server:
             raise Forbidden("a link token only permits a server to join a fleet: serve --controller URL")
         if self.is_monitor:
-            raise Forbidden("a metrics token only permits to read: metrics, servers, tasks and sessions")
+            raise Forbidden("a metrics token only allows reading metrics, servers, tasks and sessions")
         if self.session_id is not None and not agent_may:
-            raise Forbidden("an agent token only permits to step and read its own session")
+            raise Forbidden("an agent token only allows stepping and reading its own session")
         if self.grant is not None:
             self.grant.check()
 
 
 OPERATOR = Caller()
-"""The caller with the operator token, and any caller where there is no token."""
+"""The caller with the operator token, or any caller if the server has no token."""
 caller: ContextVar[Caller] = ContextVar("agentrl_caller", default=OPERATOR)
 """The caller that the running task serves."""
 
@@ -105,7 +105,7 @@ def limit_rate(rates: Rates, client: str) -> None:
 
 
 def is_weak(token: str) -> bool:
-    """Return whether a token is so short or uniform that it can be guessed."""
+    """Return True if a token is short or uniform enough to be guessed."""
     return len(token) < MIN_TOKEN_CHARS or len(set(token)) < MIN_TOKEN_VARIETY
 
 
@@ -120,7 +120,7 @@ class Grant:
     tokens: AgentTokens
 
     def check(self) -> None:
-        """Raise Unauthorized where the token has expired or was revoked."""
+        """Raise Unauthorized if the token has expired or was revoked."""
         if self.tokens.now() >= self.expiry:
             raise Unauthorized("this agent token has expired; the operator can issue another")
         if self.tokens.is_revoked(self.session_id, self.token_id):
@@ -128,31 +128,31 @@ class Grant:
 
 
 class TokenStore(Protocol):
-    """Store in which the controllers of a fleet share the key of agent tokens, and revocations."""
+    """Store in which the controllers of a fleet share the agent tokens' key and the revocations."""
 
     async def agent_key(self, key: str) -> str:
-        """Keep a key unless there is one already; return the one that is kept. Raises StateUnavailable."""
+        """Store a key unless one is already stored, and return the stored key. Raises StateUnavailable."""
 
     async def revoke_tokens(self, session_id: str, token_id: str, until: float) -> None:
-        """Keep, until a Unix time, the id of a session's only valid token. Raises StateUnavailable."""
+        """Store the id of a session's only valid token until a Unix time. Raises StateUnavailable."""
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
-        """Return the id and the end of each revocation that holds at a Unix time. Raises StateUnavailable."""
+        """Return the token id and end of each revocation in force at a Unix time. Raises StateUnavailable."""
 
 
 class AgentTokens:
     """Issues, verifies and revokes agent tokens.
 
-    They are signed with a key derived from the operator token and a random one: who sees an agent token
-    cannot guess the operator token, and who reads the store cannot sign. The random key is that of the
-    variable AGENTRL_AGENT_KEY, else of the controllers' store, else of this process.
+    Tokens are signed with a key derived from the operator token and a random key. So an agent token does not
+    help to guess the operator token, and reading the store does not allow signing. The random key comes from
+    the variable AGENTRL_AGENT_KEY, else from the controllers' store, else it is generated by this process.
 
     Args:
         token: operator token.
         lifetime_s: seconds for which a token is valid.
-        clock: Unix time, in seconds.
+        clock: returns the Unix time in seconds.
 
-    Raises ServeError where the variable can be guessed.
+    Raises ServeError if the key in the variable is too weak.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class AgentTokens:
         self._is_given = bool(given)
         self._use(given or secrets.token_urlsafe(32))
         self._renewed: dict[str, tuple[str, float]] = {}
-        """Sessions with revoked tokens: the id of the only valid one, and the end of the revocation."""
+        """Sessions with revoked tokens, with the id of the only valid token and the end of the revocation."""
         self._closed: dict[str, float] = {}
-        """Closed sessions: the end of the revocation, the next one first."""
+        """Closed sessions with the end of their revocation, earliest first."""
         self._store: TokenStore | None = None
         self._sharing: asyncio.Task[None] | None = None
 
@@ -178,7 +178,7 @@ class AgentTokens:
         return self._sign(session_id, secrets.token_urlsafe(9))
 
     async def renew(self, session_id: str) -> str:
-        """Return a new token of a session, and revoke those before. Raises StateUnavailable."""
+        """Return a new token of a session and revoke the earlier ones. Raises StateUnavailable."""
         token_id, until = secrets.token_urlsafe(9), self.now() + self._lifetime_s
         if self._store is not None:
             await self._store.revoke_tokens(session_id, token_id, until)
@@ -187,19 +187,19 @@ class AgentTokens:
         return self._sign(session_id, token_id)
 
     def close(self, session_id: str) -> None:
-        """Revoke the tokens of a session that is closed."""
+        """Revoke the tokens of a closed session."""
         now = self.now()
         while self._closed and next(iter(self._closed.values())) <= now:
             del self._closed[next(iter(self._closed))]
         self._closed.setdefault(session_id, now + CLOSED_S)
 
     def is_revoked(self, session_id: str, token_id: str) -> bool:
-        """Return whether a token of a session was revoked."""
+        """Return True if a token of a session was revoked."""
         renewed = self._renewed.get(session_id)
         return session_id in self._closed or (renewed is not None and renewed[0] != token_id)
 
     def read(self, shown: str) -> Grant | None:
-        """Return the content of an agent token; None where it is not valid. Raises what ``check`` does."""
+        """Return the content of an agent token, or None if it is invalid. Raises the errors of ``check``."""
         text, _, mac = shown.removeprefix(_AGENT).rpartition(".")
         right = _mac(self._key, text.encode("latin-1", "replace"))
         if not shown.startswith(_AGENT) or not hmac.compare_digest(mac.encode(), right.encode()):
@@ -210,13 +210,13 @@ class AgentTokens:
         return grant
 
     async def share(self, store: TokenStore) -> None:
-        """Share key and revocations with the other controllers, until ``stop``. Raises StateUnavailable."""
+        """Share the key and revocations with other controllers until ``stop``. Raises StateUnavailable."""
         self._store = store
         await self._synchronize(store)
         self._sharing = asyncio.create_task(self._keep_sharing(store))
 
     async def stop(self) -> None:
-        """Stop sharing; idempotent."""
+        """Stop sharing. Idempotent."""
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
@@ -244,25 +244,25 @@ class AgentTokens:
 
 
 def link_token(token: str) -> str:
-    """Return the link token of a fleet, derived from the operator token; a link token is returned as it is.
+    """Return the link token that is derived from the operator token. A link token is returned unchanged.
 
-    All servers of a fleet have the same one and sign checkpoints with it.
+    All servers of a fleet share the link token and sign checkpoints with it.
     """
     return token if is_link_token(token) else f"link.{_mac(token.encode(), _OF_LINK)}"
 
 
 def metrics_token(token: str) -> str:
-    """Return the metrics token, derived from the operator token; every server of the token accepts it."""
+    """Return the metrics token of all servers that have this operator token."""
     return f"metrics.{_mac(token.encode(), _OF_METRICS)}"
 
 
 def is_link_token(token: str) -> bool:
-    """Return whether a token has the form of a link token."""
+    """Return True if a token has the form of a link token."""
     return _LINK.fullmatch(token) is not None
 
 
 def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
-    """Return the caller of a presented token, without a name; None where it is not valid.
+    """Return the caller of a presented token, without a name, or None if the token is invalid.
 
     Args:
         shown: presented token.
@@ -282,9 +282,9 @@ def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
 
 
 def as_bearer(shown: bytes) -> bytes:
-    """Return an authorization header with the password of Basic authentication as a bearer token.
+    """Convert a Basic authorization header to a bearer token, which is the password.
 
-    The peers of AgentRL's protocol know no tokens, but URLs such as ``http://any:TOKEN@host/api``.
+    Peers of AgentRL's protocol do not support tokens, but accept URLs such as ``http://any:TOKEN@host/api``.
     """
     scheme, _, encoded = shown.partition(b" ")
     if scheme != b"Basic":
@@ -300,6 +300,6 @@ def _mac(key: bytes, text: bytes) -> str:
 
 
 def client_name(header: bytes, address: object) -> str:
-    """Return the name that a client gives itself, safe for logs; else its address."""
+    """Return the name in the client's header, made safe for logs, else the client's address."""
     name = _NAME.sub("", header.decode("latin-1"))[:128]
     return name or (str(address[0]) if isinstance(address, tuple | list) and address else "")

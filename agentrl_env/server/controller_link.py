@@ -1,4 +1,4 @@
-"""Links to controllers: the server connects, introduces itself, and answers calls on that WebSocket."""
+"""Links to controllers: the server connects, introduces itself, and answers calls on the WebSocket."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ logger = logging.getLogger("agentrl_env")
 
 _UNIX = "unix:"
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 3.0
-"""Pause before the next attempt to connect; it doubles."""
+"""Shortest and longest pause between attempts to connect. Each pause is twice as long as the previous one."""
 CONNECT_S = 10.0
 PING_S, SILENT_S = 5.0, 10.0
-"""Interval of pings, and seconds without a pong after which the link is opened anew."""
+"""Seconds between pings, and seconds without a pong after which the link is reopened."""
 MAX_ANSWER_BYTES = 2 * MAX_BODY_BYTES
-"""Size of a frame that a controller accepts; it closes the link on a larger one."""
+"""Maximum size of a frame. A controller closes the link if it receives a larger one."""
 MAX_CALLS = 100_000
-"""Calls of a controller that may be under way: slow calls must not block the others."""
+"""Maximum number of a controller's calls in progress, so high that slow calls do not block others."""
 
 _RESULTS, _SEPARATOR, _END = '"result":{"results":[', ",\n", "]}}"
-"""Parts of the answer of a batch; no JSON string contains a line break."""
+"""Parts of a batch's answer. No JSON string contains a line break."""
 _ENVELOPE_BYTES = 64
-"""Upper bound of an answer's id and braces."""
+"""Upper bound on the size of an answer's id and braces."""
 
 
 class _WelcomeFrame(BaseModel):
@@ -53,17 +53,17 @@ class _WelcomeFrame(BaseModel):
 
 
 class ControllerLinks:
-    """Keeps a link to every controller of a fleet, as long as the server runs.
+    """Keeps a link to every controller of a fleet while the server runs.
 
     Args:
         pool: the sessions.
         metrics: counts calls and errors.
-        urls: controllers, or ``unix:PATH`` for one on a socket in the file system; the server connects to
-            these only, and presents the token to no other.
-        token: operator token or link token; the link token is presented.
-        tracing: makes OpenTelemetry spans of the controllers' calls, below theirs.
+        urls: URLs of the controllers, or ``unix:PATH`` for a socket in the file system. The server presents
+            the token to no other address.
+        token: operator token or link token. In both cases the link token is presented.
+        tracing: makes OpenTelemetry spans of the controllers' calls, as children of their spans.
 
-    Raises ServeError where a URL is not a controller's.
+    Raises ServeError if a URL is not a controller's.
     """
 
     def __init__(
@@ -84,35 +84,35 @@ class ControllerLinks:
         self._urls = [url.rstrip("/") for url in urls]
         self._token = link_token(token) if token else None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """The task of each URL."""
+        """The task that keeps the link to each URL."""
         self._open: set[_Link] = set()
         self._joined = asyncio.Event()
         self._abandoning: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
-        """Tasks whose sessions have no failover, and which the log has named."""
+        """Names of tasks without failover for which a warning was logged."""
 
     async def start(self) -> None:
-        """Begin to connect; return once one controller has accepted the server."""
+        """Start to connect, and return once one controller has accepted the server."""
         self._tasks = {url: asyncio.create_task(self._keep(url)) for url in self._urls}
         await self._joined.wait()
 
     async def announce_drain(self) -> None:
-        """Tell the controllers at once that the server accepts no new session."""
+        """Report to the controllers that the server accepts no new session."""
         for link in list(self._open):
             with contextlib.suppress(ConnectionClosed):
                 await link.beat()
 
     async def hand_over(self) -> None:
-        """Leave the open sessions to other servers, where a controller has their checkpoints."""
+        """Let other servers continue the open sessions, if a controller has their checkpoints."""
         if any(link.has_failover for link in self._open):
             await self._leave(finish=False)
 
     async def stop(self) -> None:
-        """Answer the calls under way, and leave; the pool holds no session any more."""
+        """Answer the calls in progress and disconnect. The pool must have no sessions left."""
         await self._leave(finish=True)
 
     async def abort(self) -> None:
-        """Disconnect at once, without answering the calls under way."""
+        """Disconnect immediately, without answering the calls in progress."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -124,7 +124,7 @@ class ControllerLinks:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _keep(self, url: str) -> None:
-        """Keep one link, and open it again whenever it breaks."""
+        """Keep one link and reopen it whenever it breaks."""
         if self._tracing is not None:
             self._tracing.activate()
         pause, warned = MIN_PAUSE_S, False
@@ -175,14 +175,14 @@ class ControllerLinks:
                 self._pool.unwatch(link)
 
     def _calls(self, link: _Link, welcome: Welcome) -> CallSocket:
-        """Return what answers the calls of a link; failover needs a token to authenticate checkpoints."""
+        """Return the socket that answers a link's calls. Failover needs a token to seal checkpoints."""
         if welcome.keep and self._token:
             api = FailoverApi(self._pool, self._metrics, link, self._token, self._warned)
             return FailoverSocket(api, link, 2 * MAX_BODY_BYTES, MAX_CALLS)
         return CallSocket(Api(self._pool, self._metrics), link, 2 * MAX_BODY_BYTES, MAX_CALLS)
 
     async def _greet(self, websocket: ClientConnection, rows: tuple[SessionRow, ...]) -> Welcome | None:
-        """Introduce the server; return None where its sessions were declared lost."""
+        """Introduce the server. Return None if its sessions were declared lost."""
         hello = Hello(
             server_id=self._pool.server_id,
             server_key=self._pool.server_key,
@@ -200,7 +200,7 @@ class ControllerLinks:
     def _abandon(self) -> None:
         """End all sessions once, and connect again everywhere under a new id."""
         if self._abandoning is None or self._abandoning.done():
-            logger.warning("this server was away for too long; its sessions were declared lost and end now")
+            logger.warning("this server was away for too long; its sessions are declared lost and end now")
             self._abandoning = asyncio.create_task(self._pool.abandon())
             for link in list(self._open):
                 link.websocket.transport.abort()
@@ -215,7 +215,7 @@ class _Link:
         self._pool = pool
         self._metrics = metrics
         self._reported: Counts | None = None
-        """Counts of the last heartbeat that told any."""
+        """Counts in the last heartbeat that contained counts."""
         self._opened: list[SessionRow] = []
         self._ended: list[str] = []
 
@@ -225,7 +225,7 @@ class _Link:
         return isinstance(self.calls, FailoverSocket)
 
     async def leave(self, *, finish: bool) -> None:
-        """Announce the shutdown and disconnect, after the calls under way where ``finish`` is true."""
+        """Announce the shutdown and disconnect. If ``finish`` is true, first answer the calls in progress."""
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 if finish and self.calls is not None:
@@ -250,7 +250,7 @@ class _Link:
         return {"type": "websocket.receive", "text" if isinstance(frame, str) else "bytes": frame}
 
     async def send(self, message: Any) -> None:
-        """Send an answer, after a heartbeat with the changes that led to it."""
+        """Send a heartbeat with the changes that the call made, then the answer."""
         try:
             if self._opened or self._ended:
                 await self.beat()
@@ -259,12 +259,12 @@ class _Link:
             raise RuntimeError("the link is closed") from error
 
     async def send_frame(self, frame: str) -> None:
-        """Send a frame that is no answer; on a closed link, ``receive`` reports the disconnect."""
+        """Send a frame that is not an answer. On a closed link, ``receive`` reports the disconnect."""
         with contextlib.suppress(ConnectionClosed):
             await self.websocket.send(frame)
 
     async def beat(self, *, leaving: bool = False, counts: Counts | None = None) -> None:
-        """Send a heartbeat, with counts where they have changed."""
+        """Send a heartbeat, with the counts if they have changed."""
         if counts == self._reported:
             counts = None
         elif counts is not None:
@@ -297,7 +297,7 @@ def _link_url(url: str) -> str:
 
 
 def _bounded(answer: str) -> str:
-    """Return an answer that a controller accepts: the answer, part of a batch's results, or an error."""
+    """Return an answer within the size limit: the answer, a part of a batch's results, or an error."""
     size = _size(answer)
     if size <= MAX_ANSWER_BYTES:
         return answer
@@ -311,13 +311,13 @@ def _bounded(answer: str) -> str:
 
 
 def _fitting(items: list[str]) -> list[str]:
-    """Return the results of a batch that fit, and ``step_pending`` for those to be asked for again."""
+    """Return the results of a batch that fit, and ``step_pending`` for the others, to be requested again."""
     pending = to_json(StepPending(STEP_PENDING).wire()).decode()
     room = MAX_ANSWER_BYTES - _ENVELOPE_BYTES - len(items) * (len(pending) + len(_SEPARATOR))
     fitting = []
     for item in items:
         size = _size(item)
-        if size > MAX_ANSWER_BYTES - _ENVELOPE_BYTES:  # it does not fit alone either
+        if size > MAX_ANSWER_BYTES - _ENVELOPE_BYTES:  # it is too large even alone
             item = to_json(_too_large(size).wire()).decode()
         elif size > room:
             item = pending
@@ -331,7 +331,7 @@ def _size(text: str) -> int:
 
 
 def _too_large(size: int) -> InternalError:
-    return InternalError(f"the answer has {size} bytes; a controller takes {MAX_ANSWER_BYTES}")
+    return InternalError(f"the answer has {size} bytes; a controller accepts at most {MAX_ANSWER_BYTES}")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Uvicorn as a part of a program, and requests that end when their client disconnects."""
+"""Uvicorn embedded in a program, and requests that are cancelled when their client disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class EmbeddedServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: the program decides when it ends."""
+    """Uvicorn without its signal handlers, so that the program decides when it stops."""
 
     _serving: asyncio.Task[None]
 
@@ -31,7 +31,7 @@ class EmbeddedServer(uvicorn.Server):
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Answer the requests in progress, then stop; idempotent."""
+        """Answer the requests in progress, then stop. Idempotent."""
         self.should_exit = True
         await asyncio.wait((self._serving,))
 
@@ -42,9 +42,9 @@ class EmbeddedServer(uvicorn.Server):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of an opening, and cancel it where the caller disconnects before it is done.
+    """Return the result of an opening. Cancel the opening if the caller disconnects.
 
-    The body of the request must have been read. Raises InvalidRequest where the work was cancelled.
+    The body of the request must have been read. Raises InvalidRequest if the work was cancelled.
     """
     working = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(until_disconnected(request))

@@ -1,8 +1,8 @@
-"""Failover on the server: sends checkpoints of sessions, and adopts sessions of lost servers.
+"""Failover on the server: sends checkpoints of sessions and adopts sessions of lost servers.
 
-Before each answer that a step led to, the server sends a checkpoint of the session to the controller. Where
-the server is lost, another one restores it and continues the session under its id. A step that was under way
-is played again there: its effects outside the session's own state may happen twice.
+Before the server answers a step, it sends a checkpoint of the session to the controller. If the server is
+lost, another server restores the checkpoint and continues the session under its id. A step that was in
+progress is played again there, so its effects outside the session's own state might happen twice.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("agentrl_env")
 
 MAX_CHECKPOINT_BYTES = 1024 * 1024
-"""Size of a frame with a checkpoint; a session whose checkpoint is larger has no failover."""
+"""Maximum size of a frame with a checkpoint. A session with a larger checkpoint has no failover."""
 MAX_TURNS_BYTES = 256 * 1024
-"""Size of the turns that are kept with a checkpoint; the oldest are dropped first."""
+"""Maximum size of the turns in a checkpoint. The oldest turns are dropped first."""
 MIN_TURNS = 2
-"""Number of last turns that are kept whatever their size: clients may repeat their steps."""
+"""Number of last turns that are kept regardless of size, because clients can repeat their steps."""
 _NEVER = 1 << 62
 _MESSAGES = TypeAdapter(tuple[Message, ...])
 
@@ -54,9 +54,9 @@ Turn = tuple[str, str, str]
 
 
 class Checkpoint(Struct, frozen=True):
-    """A session between two steps. Its seals are MACs, which only holders of the link token can make.
+    """A session between two steps. Its seals are MACs that only holders of the link token can make.
 
-    A controller stores it and passes it on as it is. ``{"checkpoint": {...}}`` is the frame that a server
+    A controller stores it and passes it on unchanged. ``{"checkpoint": {...}}`` is the frame that a server
     sends; the call ``adopt`` has the same fields.
     """
 
@@ -69,15 +69,15 @@ class Checkpoint(Struct, frozen=True):
     sample: Raw = Raw(b"null")
     opening: Raw = Raw(b"null")
     episode_return: float | None = None
-    """Sum of the rewards so far; null where that is infinite."""
+    """Sum of the rewards so far. Null if the sum is infinite."""
     elapsed_s: float = 0.0
-    """Seconds of its time limit that have passed."""
+    """Seconds of the session's time limit that have passed."""
     state: str | None = None
-    """Snapshot, encoded by ``state_codec``; null where the session cannot be continued any more."""
+    """Snapshot, encoded by ``state_codec``. Null if the session can no longer be continued."""
     seal: str = ""
     """Seal of the fields above."""
     turns: tuple[Turn, ...] = ()
-    """Last turns; in a frame, those since the previous one."""
+    """The last turns. A frame contains only the turns since the previous frame."""
 
 
 class _Frame(Struct, frozen=True):
@@ -97,7 +97,7 @@ def read_frame(frame: bytes) -> Checkpoint:
 
 
 def last_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the last turns, as many as are kept with a checkpoint."""
+    """Return the last turns that fit into a checkpoint."""
     while len(turns) > MIN_TURNS and sum(len(turn[0]) + len(turn[1]) for turn in turns) > MAX_TURNS_BYTES:
         turns = turns[1:]
     return turns
@@ -107,21 +107,21 @@ class Line(Protocol):
     """A link to a controller."""
 
     async def send_frame(self, frame: str) -> None:
-        """Send a frame that is no answer."""
+        """Send a frame that is not an answer."""
 
 
 class FailoverApi(Api):
-    """Answers the calls of a controller that keeps checkpoints, and sends it one before each answer.
+    """Answers the calls of a controller, and sends it a checkpoint before each answer.
 
-    Sessions of tasks that cannot fork have no failover, nor those whose state cannot be encoded or is too
-    large: they are lost with their server.
+    Sessions have no failover if their task cannot fork, or if their state cannot be encoded or is too large.
+    Such sessions are lost with their server.
 
     Args:
         pool: the sessions.
         metrics: counts calls and errors.
         line: link to the controller.
-        token: link token; its holders trust each other's checkpoints.
-        warned: tasks whose sessions have no failover, and which the log has named.
+        token: link token. Its holders trust each other's checkpoints.
+        warned: names of tasks without failover for which a warning was logged.
     """
 
     def __init__(self, pool: SessionPool, metrics: Metrics, line: Line, token: str, warned: set[str]) -> None:
@@ -131,10 +131,10 @@ class FailoverApi(Api):
         self._seal_key = token.encode()
         self._warned = warned
         self._sent: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
-        """Last turn of each session that the controller has a checkpoint of."""
+        """The turn of the controller's last checkpoint of each session."""
 
     async def answer(self, call: Call, request: Any, who: Caller) -> bytes:
-        """Make a call; return its answer as JSON. Raises WireError."""
+        """Make a call and return its answer as JSON. Raises WireError."""
         answer = await super().answer(call, request, who)
         if call in (STEP, OPEN, FORK):
             answered = msgspec.json.decode(answer, type=_Answer)
@@ -142,17 +142,17 @@ class FailoverApi(Api):
         return answer
 
     async def play_batch(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
-        """Step a batch, and send the checkpoints of its sessions."""
+        """Step a batch and send the checkpoints of its sessions."""
         answers = await super().play_batch(request)
         pairs: Iterable[tuple[Step, bytes | WireError]] = zip(request.steps, answers, strict=True)
         await self._send_checkpoints({step.session_id for step, answer in pairs if isinstance(answer, bytes)})
         return answers
 
     async def adopt(self, checkpoint: Checkpoint) -> None:
-        """Continue a session of a server that is lost; idempotent.
+        """Continue a session of a lost server. Idempotent.
 
         Raises:
-            InvalidRequest: a seal is wrong, or the turns are not the last of the session.
+            InvalidRequest: a seal is wrong, or the turns are not the session's last turns.
             EnvironmentFailed: the state is malformed, or the task cannot restore it.
             UnknownTask, ServerFull, ServerDraining: as for an opening.
         """
@@ -186,7 +186,7 @@ class FailoverApi(Api):
         await self._pool.adopt(session_id, checkpoint.client, sample, prepare)
 
     def seal(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with its seals: each turn has its own, because controllers join them."""
+        """Return a sealed checkpoint. Each turn has its own seal, because controllers join frames."""
 
         def mac(*texts: str) -> str:
             return hmac.digest(self._seal_key, b"checkpoint\0" + to_json(texts), sha256).hex()
@@ -196,7 +196,7 @@ class FailoverApi(Api):
         return replace(checkpoint, seal=mac(body), turns=turns)
 
     async def take(self, session: Session, client: str, since: int = -1) -> Checkpoint:
-        """Return a checkpoint of a session that ``client`` has opened, with the turns after turn ``since``.
+        """Return a checkpoint of a session that ``client`` opened, with the turns after turn ``since``.
 
         Raises EnvironmentFailed, NotSupported, SessionEnded, SessionExpired.
         """
@@ -249,11 +249,11 @@ class FailoverApi(Api):
             if row.task not in self._warned:
                 self._warned.add(row.task)
                 own = error.__cause__ is None or isinstance(error.__cause__, StateError)
-                why = error.message if own else "snapshot() failed"  # the author's text may quote the agent
+                why = error.message if own else "snapshot() failed"  # the author's text might quote the agent
                 facts = {"facts": {"task": row.task, "session_id": row.session_id}}
                 words = "sessions of task %s have no failover: %s"
                 logger.warning(words, row.task, why, exc_info=None if own else error, extra=facts)
-            self._sent[session] = _NEVER  # the controller's last checkpoint is out of date now
+            self._sent[session] = _NEVER  # the controller's last checkpoint is now out of date
             gone = Checkpoint(session_id=row.session_id, seq=session.turn, task=row.task, client=row.client)
             frame = msgspec.json.encode(_Frame(gone))
         except WireError:
@@ -263,12 +263,12 @@ class FailoverApi(Api):
 
 
 class FailoverSocket(CallSocket):
-    """The calls of a controller that keeps checkpoints: those of every caller, and ``adopt``."""
+    """The socket of a controller that keeps checkpoints: it adds the call ``adopt``."""
 
     _api: FailoverApi
 
     async def run(self, call: str, text: str | bytes) -> bytes:
-        """Make the call of a name; return its result as JSON. Raises WireError."""
+        """Make the call ``call`` and return its result as JSON. Raises WireError."""
         if call != "adopt":
             return await super().run(call, text)
         try:

@@ -1,4 +1,4 @@
-"""Limits and budgets of one caller: sizes, counts, deadlines and rates, each with a safe default."""
+"""Limits and budgets of one caller: sizes, counts, deadlines and rates, all with safe defaults."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_BUCKETS = 10_000
-"""Number of clients whose rates, and of callers whose budgets, are kept."""
+"""Maximum number of clients with a stored rate, and of callers with a stored budget."""
 SMALL_BYTES = 64 * 1024
-"""Requests and answers of at most this size are bounded by the number of connections alone."""
+"""Requests and answers up to this size do not count towards the budgets of bytes."""
 HOLD_S = 0.02
-"""Shorter stretches of the event loop's time count towards no budget."""
+"""Shorter periods on the event loop are not charged."""
 HOLD_BURST_S = 0.5
-"""Seconds of the event loop's time that an agent may hold at once."""
+"""Seconds of event loop time that an agent may use in a burst."""
 RECEIVE_S = 4e-9
-"""Seconds of the event loop's time that each byte of a large request counts for."""
+"""Seconds of event loop time that are charged for each byte of a large request."""
 PAUSE_S = 0.5
-"""Seconds after which a large request is refused: the rest of it, or the next one, is not read before."""
+"""Seconds for which a large request is held back, unread, before it is refused."""
 RETRY_S = 1.0
 AGENT_TOKEN_S = 86_400.0
 OPERATOR_FACTOR = 16
@@ -42,36 +42,37 @@ class Limits(BaseModel):
 
     Args:
         max_body_bytes: size of a request body, and of a WebSocket message.
-        max_depth: nesting of JSON in a request. The parser itself stops at 200, also in the arguments of a
-            tool call, where the error goes to the model.
-        max_values: values in the JSON of a call with an agent token, where each object, list and item counts;
-            16 times as many in any other call.
-        max_message_chars: size of one assistant message: its text, and the names and arguments of its calls.
+        max_depth: nesting of JSON in a request. The parser itself stops at 200 levels, also in the arguments
+            of a tool call, whose errors are returned to the model.
+        max_values: values in the JSON of a call with an agent token. Each object, list and item counts.
+            Other calls may have 16 times as many.
+        max_message_chars: characters of one assistant message, with the names and arguments of its calls.
         max_tool_calls: calls in one assistant message.
-        message_loop_s: seconds for which the calls of one message may hold the event loop, where a task's
-            methods run there (``blocking = False``); the model is told that further ones were not executed.
+        message_loop_s: seconds for which the calls of one message may occupy the event loop, if the task's
+            methods run there (``blocking = False``). The model gets an error for each further call, which is
+            not executed.
         max_batch_steps: items of one ``POST /v1/step``.
         max_batch_opens: sessions of one ``POST /v1/sessions``.
         max_forks: sessions of one ``POST /v1/sessions/{id}/fork``.
-        rate_per_s: requests of a client per second, on average; 0 is unlimited. A client is an agent token,
-            the name in ``x-agentrl-client``, or else an address.
-        burst: requests of a client at once; by default those of a second, at least one.
+        rate_per_s: average number of a client's requests per second. 0 is unlimited. A client is identified
+            by its agent token, the name in ``x-agentrl-client``, or else its address.
+        burst: requests that a client may send in a burst. By default the number for one second, at least one.
         agent_token_s: seconds for which an agent token is valid.
         max_header_bytes: size of the request line and the headers.
-        head_s: seconds until the headers of a request must have arrived.
-        body_s: seconds until the body of a request must have arrived.
+        head_s: seconds within which the headers of a request must arrive.
+        body_s: seconds within which the body of a request must arrive.
         idle_s: seconds that a connection may wait for its next request.
-        max_held_bytes: size of an agent's requests that are received or answered, and of its answers that
-            wait to be sent, together; 16 times as much for an address. Those up to 64 KiB do not count.
-        max_unfinished: bodies and WebSocket messages over 64 KiB of an agent that are being received; 16
-            times as many of an address.
-        max_connections: requests of an agent that are being answered, and its WebSockets; 16 times as many
-            connections of an address, where those that wait for a request are closed before one is refused.
-        loop_share: share of the event loop's time that an agent may hold in stretches over 20 ms, with 0.5 s
-            at once; 16 times as much for an address. From 1, it is unlimited. To receive 1 MB of requests
-            over 64 KiB counts for 4 ms.
-        max_history_bytes: size of the turns that a session keeps for repeated requests and transcripts; at
-            least the last two are kept.
+        max_held_bytes: total size of an agent's requests in progress and of its answers that wait to be sent.
+            An address may have 16 times as much. Requests and answers up to 64 KiB do not count.
+        max_unfinished: bodies and WebSocket messages over 64 KiB that are being received from an agent. An
+            address may have 16 times as many.
+        max_connections: an agent's requests in progress and WebSockets. An address may have 16 times as many
+            connections, and its idle connections are closed before a new one is refused.
+        loop_share: fraction of the event loop's time that an agent may use, in bursts of up to 0.5 s. Only
+            periods over 20 ms count. An address may use 16 times as much. From 1, it is unlimited. Receiving
+            1 MB in requests over 64 KiB counts as 4 ms.
+        max_history_bytes: size of the turns that a session keeps for repeated requests and transcripts. The
+            last two turns are always kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -120,19 +121,19 @@ class Limits(BaseModel):
         return min(self.max_body_bytes, 8 * self.max_message_chars) if agent else self.max_body_bytes
 
     def check_values(self, text: bytes | str, *, agent: bool) -> None:
-        """Raise InvalidRequest where JSON text holds too many values; called before it is parsed."""
+        """Raise InvalidRequest if a JSON text has too many values. It is called before the text is parsed."""
         limit = self.max_values if agent else OPERATOR_FACTOR * self.max_values
         if len(text) <= limit:
             return
         data = text.encode("utf-8", "replace") if isinstance(text, str) else text
         end = 0
-        while end < len(data):  # a beginning with too many values is enough
+        while end < len(data):  # stop early if the first part already has too many
             end = max(4 * end, 4 * limit)
             if _separators(data[:end]) > limit and _values(data[:end], limit) > limit:
-                raise InvalidRequest(f"JSON of more than {limit} values")
+                raise InvalidRequest(f"the JSON has more than {limit} values")
 
     def check_message(self, message: AssistantMessage) -> None:
-        """Raise InvalidRequest where an assistant message is over a limit."""
+        """Raise InvalidRequest if an assistant message is over a limit."""
         content = message.content
         calls: Sequence[AnyToolCall] = message.tool_calls or ()
         if content is None:
@@ -150,7 +151,7 @@ class Limits(BaseModel):
             raise InvalidRequest(f"a message of {size} characters; at most {self.max_message_chars}")
 
     def measure(self, value: object, where: str) -> int:
-        """Return the number of characters in a JSON value. Raises InvalidRequest where it is too deep."""
+        """Return the number of characters in a JSON value. Raises InvalidRequest if it is nested too deep."""
         size, pending = 0, [(value, 1)]
         while pending:
             item, depth = pending.pop()
@@ -172,10 +173,10 @@ def _separators(data: bytes) -> int:
 
 
 def _values(data: bytes, limit: int) -> int:
-    """Return an upper bound on the number of values in JSON text, without what its strings hold."""
+    """Return an upper bound on the number of values in JSON text, ignoring the contents of its strings."""
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
     quotes = plain.count(b'"')
-    # The strings are values too; this many are too many for ``split``.
+    # Strings are values too, and splitting a text with this many strings would take too long.
     return quotes // 4 if quotes > 4 * limit + 4 else _separators(b"".join(plain.split(b'"')[::2]))
 
 
@@ -185,7 +186,7 @@ class Rates:
     Args:
         rate_per_s: refill rate of a bucket.
         burst: size of a bucket.
-        clock: seconds, monotonic.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Rates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, client: str) -> float:
-        """Take one request from a client's bucket; return the seconds to wait where it is empty."""
+        """Take a request from a client's bucket. Return the seconds to wait: 0 unless it is empty."""
         now = self._clock()
         left, since = self._buckets.pop(client, (self._burst, now))
         left = min(self._burst, left + (now - since) * self._rate)
@@ -209,11 +210,11 @@ class Rates:
 
 
 class Budget:
-    """The budget of one caller: counts what it uses of the server at the moment, and refuses more.
+    """The budget of one caller: counts the resources that it uses now, and refuses more than its limits.
 
     Args:
-        budgets: those of all callers.
-        agent: whether the caller has an agent token.
+        budgets: the budgets of all callers.
+        agent: True if the caller has an agent token.
     """
 
     __slots__ = ("_agent", "_budgets", "_free_at", "connections", "held", "unfinished")
@@ -222,38 +223,38 @@ class Budget:
         self._budgets = budgets
         self._agent = agent
         self.held = 0
-        """Bytes of its large requests and answers under way."""
+        """Bytes of the caller's large requests and answers in progress."""
         self.unfinished = 0
-        """Number of its large requests that are being received."""
+        """Number of the caller's large requests that are being received."""
         self.connections = 0
-        """Number of its requests under way, and of its WebSockets."""
+        """Number of the caller's requests in progress and WebSockets."""
         self._free_at = 0.0
-        """Time at which the stretches that it held the event loop are paid off; 0 where it held none."""
+        """Time at which the event loop time that the caller used is paid off. 0 if it used none."""
 
     @property
     def idle(self) -> bool:
-        """True where nothing needs to be remembered."""
+        """True if this budget can be dropped."""
         return not (self.connections or self.held or self._free_at > self._budgets.clock())
 
     def check_connections(self) -> None:
-        """Raise RateLimited where an agent has too many requests under way."""
+        """Raise RateLimited if an agent has too many requests in progress."""
         if self._agent and self.connections >= self._budgets.limits.max_connections:
             raise self._refusal("max_connections", f"has {self.connections} connections; close some")
 
     def admit(self) -> None:
-        """Raise RateLimited where the caller has to wait before its next call."""
+        """Raise RateLimited if the caller must wait before its next call."""
         if self.held > self._budgets.max_held[self._agent]:
             raise self._refusal("max_held_bytes", f"holds {self.held} bytes; read the answers")
         if self._free_at and (wait_s := self._free_at - self._budgets.clock()) > 0:
             raise self._refusal("loop_share", "took too much of the server's time; slow down", wait_s)
 
     def hold(self, size: int, *, begin: bool = False, times: int = 1) -> None:
-        """Count ``size`` more bytes of a request, until ``release``. Raises RateLimited.
+        """Count ``size`` more bytes of a request until ``release``. Raises RateLimited.
 
         Args:
             size: number of bytes.
-            begin: count the request as unfinished, until ``received``.
-            times: as many times the limit is permitted.
+            begin: count the request as unfinished until ``received``.
+            times: factor on the limit.
         """
         if begin and self.unfinished >= self._budgets.max_unfinished[self._agent]:
             raise self._refusal("max_unfinished", f"has {self.unfinished} unfinished requests; finish them")
@@ -270,12 +271,12 @@ class Budget:
         self._budgets.metrics.unfinished -= 1
 
     def keep(self, size: int) -> None:
-        """Count ``size`` more bytes of answers, which are not refused, until ``release``."""
+        """Count ``size`` more bytes of answers until ``release``. Answers are never refused."""
         self.held += size
         self._budgets.metrics.held_bytes += size
 
     def release(self, size: int) -> None:
-        """End what ``hold`` or ``keep`` began."""
+        """Stop counting ``size`` bytes of ``hold`` or ``keep``."""
         self.keep(-size)
 
     @asynccontextmanager
@@ -299,7 +300,7 @@ class Budget:
 
     @coroutine
     def timed(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
-        """Run a coroutine, and charge the caller for the long stretches that it holds the event loop."""
+        """Run a coroutine and charge the caller for the long periods in which it occupies the event loop."""
         clock, steps = self._budgets.clock, cast(Coroutine[Any, Any, T], work)
         value: Any = None
         error: BaseException | None = None
@@ -319,7 +320,7 @@ class Budget:
                 value, error = None, thrown
 
     def charge(self, seconds: float) -> None:
-        """Count a stretch of the event loop's time."""
+        """Charge a period of event loop time."""
         self._budgets.metrics.held_seconds += seconds
         share = self._budgets.loop_share[self._agent]
         if share < 1:
@@ -335,9 +336,9 @@ class Budgets:
     """One budget per caller: a session's agent, or else an address.
 
     Args:
-        limits: of one caller.
-        metrics: counts what is in use, and refusals.
-        clock: seconds, monotonic.
+        limits: limits of one caller.
+        metrics: counts the used resources and the refusals.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -348,7 +349,7 @@ class Budgets:
         self.clock = clock
         self.turns = asyncio.Lock()
         factors = (OPERATOR_FACTOR, 1)
-        # By whether the caller is an agent. One request is always possible.
+        # Indexed by ``agent``. At least one request is always allowed.
         self.max_held = [
             max(factor * limits.max_held_bytes, limits.max_bytes(agent=bool(agent)))
             for agent, factor in enumerate(factors)
@@ -361,8 +362,8 @@ class Budgets:
         """Return the budget of a caller.
 
         Args:
-            session_id: session of an agent token; None for the operator token and without a token.
-            address: of the connection, as ASGI gives it.
+            session_id: session of an agent token. None for the operator token and without a token.
+            address: address of the connection, as in the ASGI scope.
         """
         name = session_id or (str(address[0]) if isinstance(address, tuple | list) and address else "")
         budget = self._of.get(name)

@@ -48,13 +48,14 @@ logger = logging.getLogger("agentrl_env")
 
 MAX_BODY_BYTES = Limits().max_body_bytes
 TOKEN_PREFIX = "agentrl.token."
-"""Prefix of a WebSocket subprotocol that carries a token in base64url without padding."""
+"""Prefix of a WebSocket subprotocol that contains a token in base64url without padding."""
 _HOW = (
-    "give its own with --token-file FILE on the command line, token= in Python, the variable AGENTRL_TOKEN, "
+    "pass its token with --token-file FILE on the command line, token= in Python, the variable "
+    "AGENTRL_TOKEN, "
     "or the header Authorization: Bearer"
 )
 _PUBLIC = frozenset({"/health", "/ready", *FILES})
-"""Paths without a token: they reveal only that a server is here."""
+"""Paths that need no token, because they reveal only that a server is running."""
 AGENTRL_PATH = "/api/"
 """Prefix of AgentRL's protocol."""
 AGENTRL_CALLS = frozenset(
@@ -66,7 +67,7 @@ AGENTRL_CALLS = frozenset(
 )
 """Calls of AgentRL's clients."""
 AGENTRL_WORKER_CALLS = frozenset({f"{AGENTRL_PATH}receive_heartbeat", f"{AGENTRL_PATH}cancel_notice"})
-"""Calls of AgentRL's workers, which a link token permits."""
+"""Calls of AgentRL's workers, which a link token allows."""
 _AGENTRL = AGENTRL_CALLS | AGENTRL_WORKER_CALLS
 _ROUTES = frozenset(
     {*_PUBLIC, "/metrics", "/openapi.json", SOCKET_PATH, *(call.path for call in CALLS.values()), *_AGENTRL}
@@ -74,13 +75,13 @@ _ROUTES = frozenset(
 _READS = frozenset(
     {("GET", "/metrics"), *(("GET", call.path) for call in CALLS.values() if call.method == "GET")}
 )
-"""Requests of a metrics token."""
+"""Requests that a metrics token allows."""
 _SESSIONS = "/v1/sessions/"
 _BRIDGE = re.compile(r"/(mcp|openenv)/[^/]+")
 _AGENT_BRIDGE = re.compile(
     r"/mcp/[^/]+|/openenv/[^/]+/(ws|mcp|health|metadata|schema)|/api/(start_sample|interact)"
 )
-"""Paths of other protocols for agent tokens; their sessions are those of the tokens."""
+"""Paths of other protocols that agent tokens allow. The token determines the session."""
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS"})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _STAMPED = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -90,13 +91,13 @@ _CLIENT = CLIENT_HEADER.encode()
 
 
 class AccessMiddleware:
-    """ASGI middleware: enforces authentication, body size, rates and budgets; counts every response.
+    """ASGI middleware that enforces authentication, body sizes, rates and budgets, and counts responses.
 
     Args:
         app: the application.
-        token: operator token; None admits every caller.
-        tokens: verifies agent tokens; needed with a token.
-        limits: of one caller.
+        token: operator token. None admits every caller.
+        tokens: verifies agent tokens. Required with an operator token.
+        limits: limits of one caller.
         metrics: counts requests and errors.
         tracing: makes a span of each request.
     """
@@ -191,33 +192,33 @@ class AccessMiddleware:
         ):
             who.check_token(agent_may=False)
         if self._token is None and scope["method"] not in _SAFE_METHODS and not _same_origin(headers):
-            # The page could not read the answer, but the call would be made.
-            raise Forbidden("this server takes no calls from web pages of other origins; give it a token")
+            # The page cannot read the answer, but the call would take effect.
+            raise Forbidden("this server accepts no calls from pages of other origins; start it with a token")
         if self._rates is not None:
             limit_rate(self._rates, name)
         return Caller(name=name, session_id=who.session_id, grant=who.grant)
 
     def _admit_websocket(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
-        """Return the caller of a WebSocket; browsers pass the token as a subprotocol."""
+        """Return the caller of a WebSocket. Browsers pass the token as a subprotocol."""
         self._check_host(scope, headers)
         who = self._authenticate(headers.get(b"authorization") or _token_of(scope["subprotocols"]))
         if who.is_monitor or scope["path"] != (LINK_PATH if who.is_server else SOCKET_PATH):
             who.check_token(agent_may=_AGENT_BRIDGE.fullmatch(scope["path"]) is not None)
         if self._token is None and not _same_origin(headers):
-            raise Unauthorized("this server takes no WebSocket from web pages of other origins")
+            raise Unauthorized("this server accepts no WebSocket from web pages of other origins")
         name = who.session_id or client_name(headers.get(_CLIENT, b""), scope.get("client"))
         return replace(who, name=name, rates=self._rates)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse a foreign Host header on a loopback address (DNS rebinding). Raises Forbidden.
 
-        Such calls have the origin of the page, so that nothing else distinguishes them.
+        Such calls have the origin of the page, so only the Host header distinguishes them.
         """
         if self._token is not None or not scope.get("server"):
             return
         if name := _foreign_host(scope["server"][0], headers.get(b"host", b"")):
             words = f"this server has no token and answers as localhost, not as {echo(name)}"
-            raise Forbidden(f"{words}: use that name, or give it a token")
+            raise Forbidden(f"{words}: use that name, or start it with a token")
 
     def _authenticate(self, shown: bytes) -> Caller:
         """Return the caller of an authorization header. Raises Unauthorized."""
@@ -240,9 +241,9 @@ class AccessMiddleware:
         size = 0 if chunked else _length(headers)
         limit = self._max_bytes[who.session_id is not None]
         if size > limit:
-            raise BodyTooLarge(f"the body is over the limit of {limit} bytes")
+            raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
         if scope["method"] in _SAFE_METHODS or (size <= SMALL_BYTES and not chunked):
-            return None  # the server reads as many bytes as the header says
+            return None  # the server never reads more than the announced bytes
         return _LargeBody(receive, budget, limit, size)
 
     async def _traced(
@@ -250,7 +251,7 @@ class AccessMiddleware:
     ) -> None:
         """Serve under a span whose parent is in the request's ``traceparent``."""
         tracing.activate()
-        if scope["type"] == "websocket":  # each of its calls has a span
+        if scope["type"] == "websocket":  # each of its calls has its own span
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
@@ -260,13 +261,13 @@ class AccessMiddleware:
 
 
 class _Answer:
-    """Sends an answer with the headers of the protocol, and counts it; large parts count towards a budget.
+    """Sends an answer with the headers of the protocol and counts it. Large parts are charged to a budget.
 
     Args:
-        scope: of ASGI.
-        send: of ASGI.
+        scope: the ASGI scope.
+        send: the ASGI ``send``.
         metrics: counts the answer.
-        budget: of the caller; None if the request is refused.
+        budget: budget of the caller. None if the request is refused.
     """
 
     __slots__ = ("_budget", "_held", "_metrics", "_scope", "_send")
@@ -288,7 +289,7 @@ class _Answer:
                 self._budget.keep(size)
                 self._held += size
                 await self._send({**message, "more_body": True})
-                message = {**message, "body": b""}  # sent once the reader has taken the rest
+                message = {**message, "body": b""}  # the end is sent once the client has read the rest
             await self._send(message)
         except RuntimeError as error:
             # uvloop notices a disconnect before uvicorn does.
@@ -308,13 +309,13 @@ class _Answer:
 
 
 class _LargeBody:
-    """Receives a large body, or one of unknown length, and counts it towards the budget of its caller.
+    """Receives a body that is large or of unknown length, and charges it to the caller's budget.
 
     Args:
-        receive: of ASGI.
-        budget: of the caller.
-        limit: of the size.
-        size: number of bytes that were announced; 0 where they are counted as they arrive.
+        receive: the ASGI ``receive``.
+        budget: budget of the caller.
+        limit: maximum size in bytes.
+        size: announced number of bytes. 0 counts the bytes as they arrive.
 
     Raises RateLimited.
     """
@@ -336,7 +337,7 @@ class _LargeBody:
             self._budget.hold(size)
             self._held += size
             if self._held > self._limit:
-                raise BodyTooLarge(f"the body is over the limit of {self._limit} bytes")
+                raise BodyTooLarge(f"the body exceeds the limit of {self._limit} bytes")
         if self._receiving and not message.get("more_body"):
             self._end()
             if self._held > SMALL_BYTES:
@@ -361,7 +362,7 @@ def _length(headers: dict[bytes, bytes]) -> int:
 
 
 def route_of(path: str) -> str:
-    """Return the route of a path, ``other`` for an unknown one, so that callers cannot make up labels."""
+    """Return the route of a path, or ``other`` if it is unknown, so that callers cannot invent labels."""
     if path in _ROUTES:
         return path
     if path.startswith(_SESSIONS):
@@ -374,7 +375,7 @@ def route_of(path: str) -> str:
 
 
 def _agent_may(method: str, path: str, session_id: str) -> bool:
-    """Return whether an agent token permits a request; the items of a batch are checked later."""
+    """Return True if an agent token allows a request. The items of a batch are checked later."""
     if _AGENT_BRIDGE.fullmatch(path):
         return True
     own = path.replace(session_id, "{id}")
@@ -396,24 +397,24 @@ def _token_of(subprotocols: Iterable[str]) -> bytes:
 def _shown(path: str, headers: dict[bytes, bytes]) -> bytes:
     """Return the authorization header of a request.
 
-    Browsers send Basic authentication by themselves, also for a page of another origin: not accepted.
+    Basic authentication is not accepted, because browsers also send it for pages of other origins.
     """
     shown = headers.get(b"authorization", b"")
     return as_bearer(shown) if path in _AGENTRL and _same_origin(headers) else shown
 
 
 def _same_origin(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a request comes from a page of this server, or not from a page."""
+    """Return True if a request comes from a page of this server, or not from a web page at all."""
     origin = headers.get(b"origin")
     return origin is None or origin.rpartition(b"://")[2] == headers.get(b"host")
 
 
 @lru_cache(maxsize=256)
 def _foreign_host(server: str, host: bytes) -> str:
-    """Return the name in a Host header where it is foreign to a server on a loopback address, else "".
+    """Return the name in a Host header if it does not belong to a server on a loopback address, else "".
 
-    A web page's name may lack a dot, in a network whose names someone else assigns: only names of this
-    machine are accepted.
+    Names without a dot are not trusted either, since a network can assign them to other hosts. Only names of
+    this machine are accepted.
     """
     here = _address(server)
     if here is None or not here.is_loopback:

@@ -1,4 +1,4 @@
-"""The calls of the protocol as methods: implemented by ``SessionPool`` and by a fleet's controller."""
+"""The calls of the protocol as methods. ``SessionPool`` and the controller of a fleet implement them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from agentrl_env.wire import (
 
 
 class Service(Protocol):
-    """One method for each row of ``wire.CALLS`` but ``open_many`` and those of tokens, which ``Api`` answers.
+    """One method per row of ``wire.CALLS``, except ``open_many`` and token calls, which ``Api`` answers.
 
     A method takes the row's request and returns its answer, as a model or as JSON. Methods raise WireError.
     """
 
     draining: bool
-    """True where no new session is accepted."""
+    """True if no new session is accepted."""
 
     def gauges(self) -> Mapping[str, float]:
         """Return the gauges of ``/metrics``."""
 
     def check_ready(self) -> None:
-        """Raise ServerDraining or ServerFull where no session can be opened, with the reason."""
+        """Raise ServerDraining or ServerFull if no session can be opened, with the reason."""
 
     async def tasks(self, request: EmptyRequest) -> TaskList | bytes:
         """Return the tasks."""
@@ -51,7 +51,7 @@ class Service(Protocol):
         """Play one assistant message."""
 
     async def step_many(self, request: FastBatch | StepBatch) -> Sequence[bytes | WireError]:
-        """Step many sessions; return the result or the error of each step."""
+        """Step many sessions and return the result or the error of each step."""
 
     async def info(self, request: SessionRequest) -> SessionInfo | bytes:
         """Return the state of a session."""
@@ -63,10 +63,10 @@ class Service(Protocol):
         """Return the last turns of a session."""
 
     async def fleet(self, request: FleetQuery) -> FleetInfo:
-        """Return the servers; ``Api`` adds the history."""
+        """Return the servers. ``Api`` adds the history."""
 
     async def drain_server(self, request: DrainRequest) -> FleetInfo:
-        """Open no new sessions on a server, or open them again; return the servers."""
+        """Stop or resume opening new sessions on a server. Return the servers."""
 
     async def expert(self, request: SessionRequest) -> ExpertAnswer | bytes:
         """Return the next message of the task's expert."""
@@ -75,7 +75,7 @@ class Service(Protocol):
         """Open sessions that continue from the state of a session."""
 
     async def close(self, request: SessionRequest) -> bytes | None:
-        """End a session; idempotent."""
+        """End a session. Idempotent."""
 
     async def aclose(self) -> None:
         """Release everything."""

@@ -1,4 +1,4 @@
-"""Settings that servers and controllers share: limits of a caller, log, traces."""
+"""Settings that servers and controllers share: limits of a caller, logging and tracing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ProcessSettings:
     Args:
         caller_limits: ``NAME=VALUE`` of ``Limits``.
         log_format: format of the log on standard error.
-        log_level: lowest level; by default ``info`` as JSON, ``warning`` as text.
+        log_level: lowest level. The default is ``info`` for JSON and ``warning`` for text.
         log_messages: also log the messages of models and environments.
-        traces: send spans to the collector of the OTEL_* variables; None sends them where these are set.
+        traces: send spans to the collector in the OTEL_* variables. None sends them if these are set.
     """
 
     caller_limits: Sequence[str] = ()
@@ -44,9 +44,9 @@ class ProcessSettings:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[dict[str, Any]]:
-        """Configure log and traces; yield ``limits`` and ``tracing`` of a server.
+        """Configure logging and tracing, and yield ``limits`` and ``tracing`` for a server.
 
-        Raises ServeError where a limit is unknown, or traces are requested and OpenTelemetry is missing.
+        Raises ServeError if a limit is unknown, or traces are requested and OpenTelemetry is missing.
         """
         configure_logs(self.log_format, level=self.log_level, messages=self.log_messages)
         limits = Limits.parse(self.caller_limits)

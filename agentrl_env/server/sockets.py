@@ -1,4 +1,4 @@
-"""Listening sockets: an address bound first, and an application served on it later."""
+"""Listening sockets: bind an address first, and serve an application on it later."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.server.websocket import CountedWebSocket
 
 OnHttp2 = Callable[[asyncio.Transport, bytes, Callable[[], None]], None]
-"""Takes over a connection that begins with HTTP/2: its transport, its first bytes, a callback for its end."""
+"""Takes over an HTTP/2 connection: receives its transport, its first bytes and a callback for its end."""
 _HTTP2 = b"PRI * HTTP/2.0\r\n"
 _UNIX = "unix:"
 DEAD_PEER_S = 60
-"""Seconds until the system gives up a peer that acknowledges nothing."""
+"""Seconds without an acknowledgement after which the system closes a connection."""
 MAX_FILES = 65_536
 LINGER_S = 1.0
-"""Seconds that a refused client has to close the connection itself."""
+"""Seconds within which a refused client can close the connection itself."""
 
 
 class _Peers:
     """The connections of each address, oldest first.
 
     Args:
-        limit: connections of one address.
-        metrics: counts the connections and the refused ones.
+        limit: maximum number of connections of one address.
+        metrics: counts the open and the refused connections.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -61,7 +61,7 @@ class _Peers:
         self._of: dict[str, dict[_HttpProtocol, None]] = {}
 
     def add(self, address: str, connection: _HttpProtocol) -> bool:
-        """Add a connection; return False where there are too many, and none of them can be closed."""
+        """Add a connection. Return False if there are too many and none of them can be closed."""
         connections = self._of.setdefault(address, {})
         if len(connections) >= self._limit:
             self._metrics.refusals["max_connections"] += 1
@@ -75,7 +75,7 @@ class _Peers:
         return True
 
     def remove(self, address: str, connection: _HttpProtocol) -> None:
-        """Remove a connection that is closed; idempotent."""
+        """Remove a closed connection. Idempotent."""
         connections = self._of.get(address, {})
         if connection in connections:
             del connections[connection]
@@ -95,8 +95,8 @@ class _HttpProtocol(HttpToolsProtocol):
     Args:
         limits: ``max_header_bytes``, ``head_s``, ``body_s`` and ``idle_s``.
         peers: connections of each address.
-        on_http2: takes over connections that speak HTTP/2.
-        options: of uvicorn.
+        on_http2: takes over HTTP/2 connections.
+        options: options of uvicorn.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _HttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._peers = peers
         self._head_bytes = 0
-        """Bytes of the headers, or of chunk extensions and trailers since the last part of the body."""
+        """Bytes of the headers, or of the chunk extensions and trailers after the last part of the body."""
         self._reading_head = False
         self._reading_body = False
         self._upgraded = False
@@ -131,7 +131,7 @@ class _HttpProtocol(HttpToolsProtocol):
 
     @property
     def waiting(self) -> bool:
-        """True where no request is being answered, or the peer has not sent all of it."""
+        """True if no request is in progress, or the peer has not sent the whole request."""
         if self._upgraded:
             return False
         return self._reading_head or self._reading_body or self.cycle is None or self.cycle.response_complete
@@ -160,7 +160,7 @@ class _HttpProtocol(HttpToolsProtocol):
         return self.cycle is None and not self._reading_head
 
     def _hand_over(self, on_http2: OnHttp2, data: bytes) -> None:
-        """Leave the connection to another protocol, which reports its end."""
+        """Hand the connection over to another protocol, which reports its end."""
         self._upgraded = True
         self._stop_timer()
         self.connections.discard(self)
@@ -173,13 +173,13 @@ class _HttpProtocol(HttpToolsProtocol):
         if size > self._limits.max_header_bytes:
             self._refuse_headers()
         elif self.parser.should_upgrade() and _has_body(self.headers):
-            # After the upgrade nobody would read it, and the handshake would never end.
-            self._refuse(InvalidRequest("a request that upgrades the connection has no body"))
+            # After the upgrade the body would never be read, and the handshake would never end.
+            self._refuse(InvalidRequest("a request that upgrades the connection must not have a body"))
         if not self._refused:
             super().on_headers_complete()
 
     def make_room(self) -> None:
-        """Close the connection, which is ``waiting``."""
+        """Close the ``waiting`` connection."""
         if self._reading_head or self._reading_body:
             self._refuse(_too_many())
         else:
@@ -205,7 +205,7 @@ class _HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_timer(self) -> None:
-        """Refuse the request where its headers, or its body, do not arrive in time."""
+        """Start the timer that refuses the request if its headers or its body do not arrive in time."""
         part, within_s = "headers", self._limits.head_s
         if self._reading_body:
             part, within_s = "body", self._limits.body_s
@@ -218,10 +218,10 @@ class _HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse_headers(self) -> None:
-        self._refuse(HeadersTooLarge(f"the headers are over {self._limits.max_header_bytes} bytes"))
+        self._refuse(HeadersTooLarge(f"the headers exceed {self._limits.max_header_bytes} bytes"))
 
     def _refuse(self, error: WireError) -> None:
-        """Answer a request that is not read to its end, and close the connection."""
+        """Answer a request without reading the rest of it, and close the connection."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -234,8 +234,8 @@ class _HttpProtocol(HttpToolsProtocol):
             head = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
             head += b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        # Closing with unread bytes would be a reset, which can overtake the answer.
-        if self.transport.get_extra_info("ssl_object") is None:  # TLS cannot close one direction
+        # Closing with unread bytes would send a reset, which can overtake the answer.
+        if self.transport.get_extra_info("ssl_object") is None:  # TLS cannot close only one direction
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
@@ -249,25 +249,25 @@ def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificate and private key with which a listener encrypts its connections.
+    """The certificate and private key of a listener.
 
     Args:
-        cert: PEM file of the certificate, followed by those of its issuers.
-        key: PEM file of the private key; by default it is in ``cert`` too.
+        cert: PEM file with the certificate, followed by the certificates of its issuers.
+        key: PEM file with the private key. By default the key is also read from ``cert``.
     """
 
     cert: Path
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of new connections. Raises ServeError if the files do not fit."""
+        """Return the SSL context of new connections. Raises ServeError if the files are unusable."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.load_into(context)
         return context
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Read the files into a context. Raises ServeError if they do not fit."""
+        """Load the files into a context. Raises ServeError if they are unusable."""
         try:
             context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -283,7 +283,7 @@ def _no_password() -> str:
 
 
 class Listener:
-    """An address that is bound at once, and served from the running event loop later.
+    """An address that is bound immediately and served later, from the running event loop.
 
     Args:
         host: address to bind, or ``unix:PATH`` for a socket in the file system.
@@ -305,16 +305,16 @@ class Listener:
         self._server: EmbeddedServer | None = None
 
     def reload_certificate(self) -> None:
-        """Read the files of the certificate again, for new connections. Raises ServeError."""
+        """Read the certificate files again for new connections. Raises ServeError."""
         if self._tls is not None and self._context is not None:
             self._tls.load_into(self._context)
 
     async def start(self, app: ASGIApp, limits: Limits, metrics: Metrics, *, lifespan: bool = True) -> None:
-        """Return once requests are answered; ``metrics`` counts the connections.
+        """Start serving, and return once requests are answered. ``metrics`` counts the connections.
 
-        The lifespan of an application runs once, also if several listeners serve it.
+        The lifespan of an application runs once, even if several listeners serve it.
 
-        Connections that speak HTTP/2 go to the application's ``state.on_http2``, where it has one.
+        HTTP/2 connections go to the application's ``state.on_http2``, if it has one.
         """
         on_http2 = getattr(getattr(app, "state", None), "on_http2", None)
         _raise_file_limit()
@@ -326,24 +326,24 @@ class Listener:
             http=lambda **options: _HttpProtocol(limits, peers, on_http2, **options),  # type: ignore[arg-type]
             ws=lambda **options: CountedWebSocket(limits, **options),  # type: ignore[arg-type]
             log_config=None,
-            log_level="critical",  # the middleware logs bugs; malformed requests are not worth a line
+            log_level="critical",  # the middleware logs bugs, and malformed requests are not logged
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=math.ceil(limits.idle_s),
-            ws_max_size=2 * limits.max_body_bytes,  # up to that, a typed error is answered
+            ws_max_size=2 * limits.max_body_bytes,  # up to this size, a typed error is returned
             ws_ping_interval=20.0,
             ws_ping_timeout=60.0,
             ws_per_message_deflate=False,
             lifespan="on" if lifespan else "off",
             ssl_context_factory=None if context is None else lambda config, default: context,
         )
-        self._server = EmbeddedServer(config)  # a draining server still answers steps
+        self._server = EmbeddedServer(config)  # because a draining server still answers steps
         await self._server.start(self._socket)
 
     async def stop(self) -> None:
-        """Answer the requests under way, then stop; idempotent."""
+        """Answer the requests in progress, then stop. Idempotent."""
         if self._server is None:
             self._socket.close()
             return
@@ -364,7 +364,7 @@ def _bind(host: str, port: int) -> socket.socket:
     if host.startswith(_UNIX):
         return _bind_file(host.removeprefix(_UNIX))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio recognizes TCP and switches Nagle's algorithm off: 40 ms a step.
+    # With an explicit protocol asyncio disables Nagle's algorithm, which would cost 40 ms a step.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -380,7 +380,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_file(path: str) -> socket.socket:
-    """Listen on a socket in the file system; its folder's permissions protect it."""
+    """Listen on a socket in the file system. The permissions of its folder protect it."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(path)
@@ -388,7 +388,7 @@ def _bind_file(path: str) -> socket.socket:
         bound.listen(2048)
     except OSError as error:
         bound.close()
-        raise ServeError(f"cannot listen on {path} ({error}); choose a path that is free") from error
+        raise ServeError(f"cannot listen on {path} ({error}); choose an unused path") from error
     bound.setblocking(False)
     return bound
 
@@ -398,7 +398,7 @@ def _check_exposure(host: str, token: str | None, insecure: bool) -> None:
         return
     if token:
         raise ServeError(
-            f"refusing to serve on {host} with a token that can be guessed: it takes {MIN_TOKEN_CHARS} "
+            f"refusing to serve on {host} with a token that can be guessed: it needs {MIN_TOKEN_CHARS} "
             f"characters, {MIN_TOKEN_VARIETY} of them different; make one with {NEW_TOKEN} and give "
             "--token-file token.txt"
         )
@@ -418,7 +418,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _detect_dead_peers(listening: socket.socket) -> None:
-    """Let the system detect peers that have vanished."""
+    """Enable TCP keepalive, so that the system detects peers that have vanished."""
     if listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -435,7 +435,7 @@ def _detect_dead_peers(listening: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the number of descriptors as far as it is permitted."""
+    """Raise the limit of open file descriptors as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,8 +1,8 @@
-"""Watchdog: a small process beside a server, which ends the server where it cannot end itself.
+"""Watchdog: a small process that kills a server that cannot stop itself.
 
-Code that holds the interpreter's lock, such as a regular expression that backtracks, stops the event loop,
-all threads and all signal handlers of its process. This file is also the program of the other process, which
-imports nothing but the standard library.
+Code that holds the interpreter lock, such as a backtracking regular expression, blocks the event loop, all
+threads and all signal handlers of its process. This file is also the watchdog's program, which imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from datetime import UTC, datetime
 from typing import NamedTuple, Self
 
 BEAT_S = 0.5
-"""Interval in which the event loop shows that it runs."""
+"""Seconds between the beats by which the event loop shows that it runs."""
 TICK_S = 0.25
-"""Interval in which the watchdog looks; a longer one means that it was suspended itself."""
+"""Seconds between checks of the watchdog. A longer interval means that the watchdog was suspended."""
 STUCK_S = 10.0
 """Default of ``--stuck-after``."""
 STACKS_S = 0.2
-"""Seconds that a stuck server gets to print the stacks of its threads."""
+"""Seconds for a stuck server to print the stacks of its threads."""
 KILLED = "killed by its watchdog"
-"""Start of the line that it logs."""
+"""Start of the log line about a killed server."""
 END_S = 2.0
-"""Seconds that the watchdog's own process may take to end."""
+"""Seconds for the watchdog's own process to end."""
 KILL_S = 5.0
-"""Seconds that a server may take to stop, after the drain."""
+"""Seconds for a server to stop after the drain."""
 BUSY_S = 0.2
-"""CPU time of a thread that has not only slept, or waited for the interpreter's lock, for some seconds."""
+"""CPU seconds above which a thread was busy, and did not only sleep or wait for the interpreter lock."""
 TICKS = os.sysconf("SC_CLK_TCK")
 CALLS_BYTES = 80 * 4096
-"""Size of the file in which the server shows its running calls (``RunningCalls``)."""
+"""Size of the file with the server's running calls (``RunningCalls``)."""
 
 logger = logging.getLogger("agentrl_env")
 
 
 class Watchdog:
-    """Kills this process where its event loop is stuck, or where it outlives its parent.
+    """Kills this process if its event loop is stuck or it outlives its parent.
 
     On SIGQUIT it prints the stacks of all threads.
 
     Args:
-        stuck_s: seconds without the event loop after which the process is killed; 0 never kills it. Seconds
-            in which its threads waited for a processor do not count, where the system tells them (Linux).
+        stuck_s: seconds after which the process is killed if its event loop does not run. 0 never kills it.
+            Time in which its threads waited for a processor does not count on Linux.
         log_format: ``text`` or ``json``.
     """
 
@@ -65,23 +65,24 @@ class Watchdog:
         self._beats = -1
         self._calls = _new_file()
         self.calls: mmap.mmap | None = None
-        """Memory for ``RunningCalls``, which the other process reads; None where files must be smaller."""
+        """Memory for ``RunningCalls``, which the watchdog reads. None if the file size limit is too small."""
         with contextlib.suppress(OSError):
             os.truncate(self._calls, CALLS_BYTES)
             self.calls = mmap.mmap(self._calls, CALLS_BYTES)
 
     def start(self, drain_s: float | None = None, *, unreachable: bool = False) -> None:
-        """Start the process, if there is anything that it has to watch.
+        """Start the watchdog's process, if there is anything to watch.
 
         Args:
-            drain_s: stop when standard input closes, by SIGTERM, and by SIGKILL after a drain of so many
-                seconds; by default it is not watched.
-            unreachable: no client can continue the open sessions then, so that they are not waited for.
+            drain_s: when standard input closes, stop the server with SIGTERM, and with SIGKILL after a drain
+                of this many seconds. By default standard input is not watched.
+            unreachable: when standard input closes, no client can reach the server, so the drain does not
+                wait for open sessions.
         """
         if not self._stuck_s and drain_s is None:
             return
         self._options |= {"drain_s": drain_s, "unreachable": unreachable}
-        with contextlib.suppress(RuntimeError, ValueError, OSError):  # standard error is no file
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # standard error is not a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         self._spawn()
 
@@ -103,20 +104,20 @@ class Watchdog:
             os.close(reading)
 
     async def keep_beating(self) -> None:
-        """Show that the event loop runs, until cancelled."""
+        """Send beats that show that the event loop runs, until cancelled."""
         while self._stuck_s and self._process is not None:
             try:
                 os.write(self._beats, b".")
             except BlockingIOError:
                 pass  # the watchdog is suspended
             except BrokenPipeError:
-                logger.warning("the watchdog of this process has ended; another one starts")
+                logger.warning("the watchdog of this process has ended; starting another one")
                 self.stop()
                 self._spawn()
             await asyncio.sleep(BEAT_S)
 
     def stop(self) -> None:
-        """End the process."""
+        """End the watchdog's process."""
         if self._process is not None:
             os.close(self._beats)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,7 +135,7 @@ class Watchdog:
 
 
 def _new_file() -> int:
-    """Return a descriptor of an empty file that has no name, in memory where the system has such files."""
+    """Return a descriptor of an empty file without a name, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("agentrl-env-calls")
     with tempfile.TemporaryFile() as file:
@@ -142,13 +143,13 @@ def _new_file() -> int:
 
 
 def signal_own_group(number: signal.Signals) -> None:
-    """Signal this process and its children, where it leads a process group."""
+    """If this process leads a process group, signal the group, which includes its children."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), number)
 
 
 class _Running(NamedTuple):
-    """A call of a session's author code, on a thread."""
+    """A call of a session's author code on a thread."""
 
     session: str
     thread: int
@@ -162,18 +163,18 @@ def _stat(pid: int, thread: int) -> list[str]:
 
 
 class _Look(NamedTuple):
-    """The scheduling of a thread at one moment, as Linux tells it."""
+    """The scheduling statistics of a thread at one moment, from Linux."""
 
     counts: str
-    """Nanoseconds on a processor, and in wait of one, until it was last on one."""
+    """Nanoseconds spent on a processor and waiting for one, as of the last time it ran."""
     at: float
-    """Time of the first look at these counts."""
+    """Time at which these counts were first seen."""
     waited_s: float
-    """Seconds in which it could run, and had no processor, the wait that goes on included."""
+    """Seconds for which the thread was runnable without a processor, including the current wait."""
 
 
 def _look(pid: int, thread: int, before: _Look | None, now: float) -> _Look | None:
-    """Return how long a thread has waited for a processor; None where the system does not tell it."""
+    """Return how long a thread has waited for a processor, or None if the system does not report it."""
     with (
         contextlib.suppress(OSError, ValueError, IndexError),
         open(f"/proc/{pid}/task/{thread}/schedstat") as file,
@@ -188,7 +189,7 @@ def _look(pid: int, thread: int, before: _Look | None, now: float) -> _Look | No
 
 
 class _Guard:
-    """The program of the watchdog's process: a child of the server that it watches."""
+    """The watchdog's program, which runs as a child process of the server that it watches."""
 
     def __init__(
         self,
@@ -206,23 +207,23 @@ class _Guard:
         self._signals = 2 if unreachable else 1
         self._inputs = [beats] if drain_s is None else [beats, 0]
         self._silent_s: float | None = None
-        """Seconds since the last beat; None before the first."""
+        """Seconds since the last beat. None before the first beat."""
         self._left_s: float | None = None
         """Seconds until a server without a parent is killed."""
         self._limit_s = (0.0 if unreachable else drain_s or 0.0) + KILL_S
         self._has_parent = drain_s is not None
         self._before: dict[_Running, float] = {}
-        """CPU time of the running calls, at a moment when the event loop was stuck already."""
+        """CPU seconds of the running calls, measured after the event loop stopped."""
         self._seen: dict[int, _Look] = {}
-        """The event loop's thread and those of running calls, at the last look."""
+        """Statistics of the event loop's thread and the threads of running calls, at the last check."""
 
     def watch(self) -> None:
-        """Return when the server has ended."""
+        """Watch the server, and return when it has ended."""
         last = time.monotonic()
         while os.getppid() == self._pid:
             ready, _, _ = select.select(self._inputs, [], [], TICK_S)
             now = time.monotonic()
-            passed = min(now - last, 2 * TICK_S)  # without the time for which this process was suspended
+            passed = min(now - last, 2 * TICK_S)  # ignore the time in which this process was suspended
             if self._silent_s is not None:
                 starved_s = self._starved_s(now) if self._stuck_s else 0.0
                 self._silent_s = max(0.0, self._silent_s + min(now - last - starved_s, passed))
@@ -237,16 +238,16 @@ class _Guard:
                 self._say("its parent has ended: the server stops", "WARNING")
             if self._left_s is not None:
                 self._left_s -= passed
-                if self._signals:  # one at a time: two at once would be delivered as one
+                if self._signals:  # one per check, since two pending ones are merged
                     self._signals -= 1
                     self._signal(signal.SIGTERM)
                 if self._left_s < 0:
-                    self._kill("it has no parent any more, and did not stop in time")
+                    self._kill("its parent has ended, and it did not stop in time")
             if self._silent_s is not None and 0 < self._stuck_s / 2 < self._silent_s:
                 self._before = self._before or self._cpu_seconds()
             if self._silent_s is not None and 0 < self._stuck_s < self._silent_s:
                 sessions: list[str] = []
-                with contextlib.suppress(OSError, ValueError):  # it is killed without a reason too
+                with contextlib.suppress(OSError, ValueError):  # kill it even if the reason is unknown
                     sessions = self._blocking()
                 held = f" session {' or '.join(sessions)} held it;" if sessions else ""
                 self._tell_parent(sessions)
@@ -254,10 +255,10 @@ class _Guard:
                 self._kill(f"{why};{held} its stacks follow")
 
     def _blocking(self) -> list[str]:
-        """Return the sessions whose call may be what the event loop waits for; none where that is unknown.
+        """Return the sessions whose calls might block the event loop, or none if they are unknown.
 
-        That is the call on the event loop, or one that has used the processor meanwhile, since it may hold
-        the interpreter's lock; else one that sleeps.
+        These are the call on the event loop and calls that have used the processor meanwhile, since they
+        might hold the interpreter lock. Without such calls, all running calls count.
         """
         after = self._cpu_seconds()
         used = {call: after[call] - before for call, before in self._before.items() if call in after}
@@ -266,10 +267,10 @@ class _Guard:
         return sorted(found or {call.session for call in used})
 
     def _starved_s(self, now: float) -> float:
-        """Return the seconds since the last look in which the event loop waited for a processor.
+        """Return the seconds since the last check in which the event loop waited for a processor.
 
-        Itself, or by way of a call that holds the interpreter's lock. A thread that waits for that lock
-        runs now and then; where it did not run at all, it sleeps, and waits for nothing that others use.
+        The wait of a call that holds the interpreter lock counts too. A thread that waits for this lock runs
+        from time to time. If the event loop's thread did not run at all, it sleeps, and nothing counts.
         """
         before, self._seen = self._seen, {}
         calls = self._running() if (self._silent_s or 0) > BEAT_S else []
@@ -288,19 +289,19 @@ class _Guard:
         return [_Running(row[0], int(row[1])) for row in running if len(row) == 2 and row[1].isdigit()]
 
     def _cpu_seconds(self) -> dict[_Running, float]:
-        """Return the CPU time of the threads of running calls; of none where the process is stopped."""
+        """Return the CPU seconds of the threads of running calls, or nothing if the process is stopped."""
         if _stat(self._pid, self._pid)[:1] == ["T"]:
             return {}
         return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in self._running()}
 
     def _tell_parent(self, sessions: list[str]) -> None:
-        """Write the sessions to standard input, where that is the parent's socket (``ServerProcess``)."""
+        """Send the sessions to the parent over standard input, if it is a socket (``ServerProcess``)."""
         if self._has_parent:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(0)) as parent:
                 parent.send(json.dumps(sessions).encode())
 
     def _kill(self, reason: str) -> None:
-        """Kill the server and, where it leads a process group, its children, among them this process."""
+        """Kill the server. If it leads a process group, also kill its children, including this process."""
         self._say(f"{KILLED}: {reason}", "ERROR")
         self._signal(signal.SIGQUIT)
         time.sleep(STACKS_S)
@@ -310,7 +311,7 @@ class _Guard:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if os.getppid() == self._pid:  # else the id may be another's by now
+        if os.getppid() == self._pid:  # otherwise the id might belong to another process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 

@@ -1,9 +1,9 @@
-"""Wire protocol 1 over one WebSocket: the calls of HTTP with correlation ids, many sessions on one socket.
+"""Wire protocol 1 over a WebSocket: the same calls as over HTTP, with ids, for many sessions on one socket.
 
 A client sends ``{"id": 7, "call": "step", "session_id": ..., "seq": ..., "message": ...}`` and receives
 ``{"id": 7, "result": ...}`` or ``{"id": 7, "error": ...}``. Calls run concurrently and are answered as they
-end; the steps of one session run in order. Sessions outlive the socket: a client that reconnects repeats
-its last ``seq`` and receives the answer.
+end. The steps of one session run in order. Sessions outlive the socket: a client that reconnects can repeat
+its last ``seq`` to receive the answer.
 """
 
 from __future__ import annotations
@@ -40,62 +40,62 @@ logger = logging.getLogger("agentrl_env")
 CONNECTION = "agentrl.connection"
 """Key of the ``CountedWebSocket`` in the scope of a WebSocket."""
 MAX_CALLS = 1024
-"""Calls of one socket that may be under way; beyond that none is read."""
+"""Maximum number of calls in progress on one socket. No further call is read while it is reached."""
 MAX_AGENT_CALLS = 64
-"""The same of an agent, which has one session."""
+"""The same limit for an agent, which has one session."""
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
-"""Size of the answers that may wait for a slow reader; beyond that no call is read."""
+"""Maximum size of the answers that wait for a slow reader. No further call is read beyond it."""
 MAX_FRAGMENTS = 16_384
-"""Fragments of one WebSocket message."""
+"""Maximum number of fragments of one WebSocket message."""
 MAX_PINGS = 1024
-"""Pings that are answered while the peer does not read."""
+"""Maximum number of pings that are answered while the peer does not read."""
 
 
 class Channel(Protocol):
-    """A WebSocket as ASGI presents it."""
+    """The interface of a WebSocket in ASGI."""
 
     async def receive(self) -> Any:
         """Return the next message."""
 
     async def send(self, message: Any) -> None:
-        """Send a message. Raises RuntimeError where the peer is gone."""
+        """Send a message. Raises RuntimeError if the peer is gone."""
 
 
 class CountedWebSocket(WebSocketsSansIOProtocol):
-    """Uvicorn's WebSocket protocol with a deadline for each message, which counts towards a budget.
+    """Uvicorn's WebSocket protocol, with a deadline and a budget for the received messages.
 
     Args:
-        limits: ``body_s``.
-        options: of uvicorn.
+        limits: limits, of which ``body_s`` is used.
+        options: options of uvicorn.
     """
 
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
         self.budget: Budget | None = None
-        """Of the caller; None before it is known."""
+        """Budget of the caller. None before the caller is known."""
         self._within_s = limits.body_s
         self.on_lost: Callable[[], None] | None = None
         """Called when the connection is closed."""
         self._timer: asyncio.TimerHandle | None = None
         self._messages = 0
-        """Number of messages that were received."""
+        """Number of received messages."""
         self._size = 0
         """Bytes of the unfinished message."""
         self._held = 0
-        """Those of them that count towards the budget."""
+        """Bytes of the unfinished message that are charged to the budget."""
         self._pings = 0
 
     def join(self, budget: Budget, max_bytes: int) -> None:
-        """Take the budget of the caller, and the limit of its messages."""
+        """Set the caller's budget and the size limit of its messages."""
         self.budget = budget
-        self.conn.max_message_size = 2 * max_bytes  # up to that, a typed error is answered
+        self.conn.max_message_size = 2 * max_bytes  # up to this size, a typed error is returned
 
     async def drained(self) -> None:
-        """Return once the peer has read most of what was sent, or is gone."""
+        """Wait until the peer has read most of the sent data or has disconnected."""
         await self.writable.wait()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Release what the unfinished message holds."""
+        """Release the budget of the unfinished message."""
         if self.on_lost is not None:
             self.on_lost()
         if self._timer is not None:
@@ -105,12 +105,12 @@ class CountedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(error)
 
     async def run_asgi(self) -> None:
-        """Run the application, which finds this connection in its scope."""
+        """Run the application with this connection in its scope."""
         cast(dict[str, Any], self.scope)[CONNECTION] = self
         await super().run_asgi()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, and count those of the message that they do not finish."""
+        """Receive bytes and count the bytes of the message that is still unfinished."""
         messages = self._messages
         super().data_received(data)
         if self.conn.reader.buffer or self.frames:
@@ -137,15 +137,15 @@ class CountedWebSocket(WebSocketsSansIOProtocol):
             super().handle_ping()
 
     def _hold(self) -> None:
-        """Count the unfinished message towards the budget of the caller, where it is large."""
+        """Charge the unfinished message to the caller's budget, if it is large."""
         held = self._size if self._size > SMALL_BYTES else 0
         if self.budget is None or held == self._held:
             return
         try:
             if len(self.frames) > MAX_FRAGMENTS:
-                raise InvalidRequest(f"a message has at most {MAX_FRAGMENTS} fragments")
+                raise InvalidRequest(f"a message can have at most {MAX_FRAGMENTS} fragments")
             if held > self._held:
-                # An error here ends all calls of the socket, one of CallSocket only that of the message.
+                # An error here ends all calls of the socket. In CallSocket it ends only the message's call.
                 self.budget.hold(held - self._held, begin=not self._held, times=2)
             else:
                 self.budget.release(self._held - held)
@@ -156,7 +156,7 @@ class CountedWebSocket(WebSocketsSansIOProtocol):
             self._fail(error)
 
     def _watch(self) -> None:
-        """Fail the connection where the message that is being received does not end in time."""
+        """Fail the connection if the unfinished message is not completed in time."""
         check = (self._messages, self.read_paused)
         self._timer = self.loop.call_later(self._within_s, self._check, *check)
 
@@ -202,8 +202,8 @@ class CallSocket:
         api: answers the calls.
         channel: the WebSocket.
         max_bytes: limit of a message.
-        max_calls: limit of the calls under way; ``MAX_CALLS`` by default.
-        connection: of the WebSocket; None for a controller's link.
+        max_calls: maximum number of calls in progress. The default is ``MAX_CALLS``.
+        connection: connection of the WebSocket. None for a controller's link.
         who: the caller.
     """
 
@@ -229,7 +229,7 @@ class CallSocket:
         self._room = asyncio.Event()
 
     async def serve(self) -> None:
-        """Read calls until the peer disconnects; then cancel those under way."""
+        """Read calls until the peer disconnects, then cancel the calls in progress."""
         try:
             while True:
                 while len(self._calls) >= self._max_calls or self._unsent >= MAX_UNSENT_BYTES:
@@ -251,16 +251,16 @@ class CallSocket:
                 call.cancel()
 
     async def finish(self) -> None:
-        """Wait until the calls under way are answered."""
+        """Wait until the calls in progress are answered."""
         if self._calls:
             await asyncio.wait(self._calls)
 
     async def run(self, call: str, text: str | bytes) -> bytes:
-        """Make the call of a name; return its result as JSON. Raises WireError."""
+        """Make the call ``call`` and return its result as JSON. Raises WireError."""
         return await self._api.answer_checked(call_named(call), text, self._who)
 
     async def _take_large(self, text: str | bytes, budget: Budget) -> None:
-        """Begin the call of a large message, within the budget of its caller."""
+        """Start the call of a large message, within the caller's budget."""
         try:
             budget.admit()
             budget.hold(len(text))
@@ -281,9 +281,9 @@ class CallSocket:
                 call.add_done_callback(lambda _: budget.release(len(text)))
 
     async def _take(self, text: str | bytes) -> asyncio.Task[None] | None:
-        """Begin the call of one message; return its task."""
+        """Start the call of one message and return its task."""
         if len(text) > self._max_bytes:
-            too_large = BodyTooLarge(f"the message is over the limit of {self._max_bytes} bytes")
+            too_large = BodyTooLarge(f"the message exceeds the limit of {self._max_bytes} bytes")
             await self._send_error(_leading_id(text), too_large)
             return None
         try:
@@ -309,11 +309,11 @@ class CallSocket:
         task = asyncio.create_task(self._answer(frame.id, work))
         self._calls[task] = frame.id
         task.add_done_callback(self._end)
-        await asyncio.sleep(0)  # the answer of a fast call counts before the next call is read
+        await asyncio.sleep(0)  # let a fast call send its answer before the next call is read
         return task
 
     def _cancel(self, target: int | str | None) -> None:
-        """Cancel a call whose caller has gone, so that an opening leaves the queue."""
+        """Cancel a call whose caller gave up, so that an opening leaves the queue."""
         for task, call_id in self._calls.items():
             if call_id == target:
                 task.cancel()
@@ -339,7 +339,7 @@ class CallSocket:
         await self._send(f'{{"id":{_id_json(call_id)},{to_json(error.wire())[1:].decode()}')
 
     async def _send(self, text: str) -> None:
-        """Send an answer after those before it."""
+        """Send an answer after all earlier answers."""
         size = len(text)
         self._unsent += size
         budget = self._budget if size > SMALL_BYTES else None
@@ -360,7 +360,7 @@ class CallSocket:
 
 
 def _id_of(text: str | bytes) -> int | str | None:
-    """Return the id of a malformed frame, where it has one."""
+    """Return the id of a malformed frame, if it has one."""
     try:
         fields = from_json(text)
     except ValueError:
@@ -371,7 +371,7 @@ def _id_of(text: str | bytes) -> int | str | None:
 
 
 def _leading_id(text: str | bytes) -> int | None:
-    """Return the id of a frame that is too large to parse, where it comes first."""
+    """Return the id of a frame that is too large to parse, if the id is its first field."""
     head = text[:64].encode() if isinstance(text, str) else text[:64]
     match = re.match(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*,', head)
     return int(match[1]) if match else None

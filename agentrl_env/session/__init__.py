@@ -1,4 +1,4 @@
-"""Step 2 of 9: TaskSample -> Session. One sample, one environment instance, one episode."""
+"""Step 2 of 9: TaskSample -> Session. A session is one episode of one sample."""
 
 from agentrl_env.session.session import Session
 

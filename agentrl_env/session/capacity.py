@@ -1,4 +1,4 @@
-"""Capacity: how many sessions a process holds at once, and the fair queue for a free place."""
+"""Capacity: the number of sessions that a process can hold, and the fair queue for a free place."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DRAINING = "the server is shutting down; open sessions elsewhere"
 
 
 class Capacity:
-    """A number of places; each is taken until its session has released everything.
+    """A number of places. A place is taken until its session has released everything.
 
     Waiting openings are served in order.
 
     Args:
         total: number of places.
-        on_opened: callback after each opening, whatever its outcome.
+        on_opened: called after each opening, whether it succeeded or failed.
     """
 
     def __init__(self, total: int, on_opened: Callable[[], None]) -> None:
         self.total = total
         self.waiting = 0
-        """Number of openings that wait for a place."""
+        """Number of openings waiting for a place."""
         self._places = asyncio.Semaphore(total)
         self._on_opened = on_opened
         self._refusing = False
@@ -36,11 +36,11 @@ class Capacity:
 
     @property
     def openings(self) -> int:
-        """Number of openings that have a place and no open session yet."""
+        """Number of openings that have a place but no open session yet."""
         return len(self._openings)
 
     async def take(self, number: int = 1, wait_s: float = 0.0) -> None:
-        """Take ``number`` places, or none. Raises ServerFull, ServerDraining."""
+        """Take ``number`` places. Takes none of them if it raises ServerFull or ServerDraining."""
         for taken in range(number):
             try:
                 await self._take_one(wait_s)
@@ -50,14 +50,14 @@ class Capacity:
                 raise
 
     def release(self) -> None:
-        """Give a place back, to the first opening that waits."""
+        """Give a place back, and pass it to the first waiting opening."""
         self._places.release()
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Context in which a session opens in a place that was taken.
+        """Return a context in which a session opens in a place that was taken.
 
-        Raises ServerDraining where ``cancel_openings`` cancels it.
+        Raises ServerDraining if ``cancel_openings`` cancels the opening.
         """
         task = asyncio.current_task()
         if task is None:
@@ -78,13 +78,13 @@ class Capacity:
             raise ServerDraining(DRAINING)
 
     def refuse_new(self) -> None:
-        """Refuse the openings that wait, and all later ones."""
+        """Refuse the waiting openings and all later ones."""
         self._refusing = True
         for _ in range(self.waiting):
-            self.release()  # it finds that it is refused
+            self.release()  # the woken opening sees that it is refused
 
     async def cancel_openings(self) -> None:
-        """Cancel the openings under way, and all later ones."""
+        """Cancel the openings in progress and all later ones."""
         self._ended = True
         openings = set(self._openings)
         for task in openings:

@@ -1,4 +1,4 @@
-"""Executor: runs the author code of one session under a deadline, on a thread if it may block."""
+"""Executor: runs the author code of one session under a deadline, on a thread if it can block."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Executor:
     """Runs the author code of one session, one call at a time.
 
     Args:
-        blocking: whether plain functions run on threads; else they run on the event loop.
-        threads: these threads.
+        blocking: run plain functions on threads, instead of the event loop.
+        threads: the threads.
         on_tool: called with the name and the seconds of each tool call.
         session_id: the session, for ``RunningCalls``.
-        opening: raise ServerFull where no thread comes free at all, until ``opening`` is set to False.
+        opening: raise ServerFull if no thread becomes free. Set to False once the session is open.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class Executor:
         self._session = session_id.encode().ljust(ID_BYTES)[:ID_BYTES]
         self._calls = threads.calls.memory
         self.loop_s = 0.0
-        """Seconds for which calls have held the event loop; the caller resets it."""
+        """Seconds for which calls have occupied the event loop. The caller resets it."""
         self._job: Job | None = None
         self._awaitable: asyncio.Future[Any] | None = None
 
     async def run(self, call: Callable[[], Any], timeout: float) -> Any:
-        """Return what ``call`` returns, awaited where that is awaitable.
+        """Return the result of ``call``, awaited if it is awaitable.
 
-        Raises AuthorTimeout after ``timeout`` seconds, else anything that the call raises.
+        Raises AuthorTimeout after ``timeout`` seconds, or any error of the call.
         """
         return await self.run_tool("", call, timeout, math.inf)
 
     async def run_tool(self, name: str, call: Callable[[], Any], timeout: float, time_left: float) -> Any:
-        """Do what ``run`` does, for the tool ``name``, and report it to ``on_tool``.
+        """Like ``run``, for the tool ``name``. The duration is reported to ``on_tool``.
 
-        Raises TimeLimitReached after ``time_left`` seconds, where those are less than ``timeout``.
+        Raises TimeLimitReached after ``time_left`` seconds, if this is less than ``timeout``.
         """
         limit = timeout if timeout < time_left else time_left
         on_thread = self._blocking and not _is_async(call)
@@ -80,7 +80,7 @@ class Executor:
                 job = self._job = self._threads.submit(call, limit, self._session, self.opening)
                 value, error = await job.answer
                 if job.ran:
-                    self._job = None  # it refers to the environment, and the session may outlive that
+                    self._job = None  # it refers to the environment, which the session can outlive
                 if error is not None:
                     raise error
             else:
@@ -89,7 +89,7 @@ class Executor:
                     value = call()
                 except AUTHOR_ERRORS:
                     raise
-                except BaseException as error:  # of a kind that would end more than this call
+                except BaseException as error:  # such as SystemExit, which would end more than this call
                     raise RuntimeError(f"{type(error).__name__} was raised") from error
                 finally:
                     self._calls[0] = NO_CALL
@@ -108,7 +108,7 @@ class Executor:
                 self._on_tool(name, time.perf_counter() - begin)
 
     async def settle(self, timeout: float) -> None:
-        """Wait until the last call has ended, even past its deadline; at most ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds until the last call has ended, even past its deadline."""
         job, self._job = self._job, None
         if job is not None:
             await job.ended(timeout)
@@ -118,7 +118,7 @@ class Executor:
 
     @types.coroutine
     def _shown(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Await a coroutine; its code on the event loop is shown as a call."""
+        """Await a coroutine and show its code on the event loop as a running call."""
         go_on: Callable[[Any], Any] = coroutine.send
         value: Any = None
         while True:
@@ -143,7 +143,7 @@ class Executor:
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error
-            except (GeneratorExit, KeyboardInterrupt) as error:  # of the author, or where the event loop ends
+            except (GeneratorExit, KeyboardInterrupt) as error:  # by the author or the ending loop
                 return None, RuntimeError(f"{type(error).__name__} was raised")
 
         task = self._awaitable = asyncio.ensure_future(run())
@@ -163,7 +163,7 @@ class Executor:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function is a coroutine function; cached for methods, since the check takes 1 us."""
+    """Return True if a function is a coroutine function. Cached for methods, since the check takes 1 us."""
     if isinstance(function, partial):
         function = function.func
     method = getattr(function, "__func__", None)
@@ -176,15 +176,16 @@ def _is_async_method(method: Callable[..., Any]) -> bool:
 
 
 def run_eagerly(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Future[T]:
-    """Run a coroutine until it has to wait; return its result, or a future that continues it.
+    """Run a coroutine until it has to wait. Return its result, or a future that continues it.
 
-    A fast path: Python 3.11 has no eager tasks. With a task for each step, a server plays 25 % fewer steps a
-    second if tools run on the event loop, and 12 % fewer over a WebSocket if they run on threads.
+    This is a fast path, since Python 3.11 has no eager tasks. With a task for each step, a server plays 25 %
+    fewer steps per second if tools run on the event loop, and 12 % fewer over a WebSocket if they run on
+    threads.
 
     Args:
-        coroutine: awaits asyncio's futures only, and does not need ``asyncio.current_task``.
+        coroutine: awaits only asyncio futures, and does not need ``asyncio.current_task``.
 
-    Raises what the coroutine raises before it waits.
+    Raises any error of the coroutine before it waits.
     """
     context = copy_context()
     try:
@@ -196,7 +197,7 @@ def run_eagerly(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Future[T]:
 
 
 class _Continued(asyncio.Future[T]):
-    """Result of a coroutine that each future it waits for continues, in one context."""
+    """The result of a coroutine, which is resumed in one context by each future that it waits for."""
 
     __slots__ = ("_awaited", "_cancelling", "_context", "_coroutine")
 
@@ -221,7 +222,7 @@ class _Continued(asyncio.Future[T]):
         awaited.add_done_callback(self._continue, context=self._context)
 
     def _continue(self, _: asyncio.Future[Any]) -> None:
-        self._awaited = None  # an error that it holds refers to the environment
+        self._awaited = None  # its error might refer to the environment
         try:
             if self._cancelling:
                 awaited = self._coroutine.throw(asyncio.CancelledError())
@@ -231,7 +232,7 @@ class _Continued(asyncio.Future[T]):
             self.set_result(end.value)
         except asyncio.CancelledError:
             super().cancel()
-        except BaseException as error:  # its caller gets it
+        except BaseException as error:  # passed on to the caller
             self.set_exception(error)
         else:
             self._await(awaited)

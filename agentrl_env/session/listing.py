@@ -30,11 +30,11 @@ def list_sessions(
     """Return one page of the sessions of a process, newest first.
 
     Args:
-        known: the sessions with the time of their last call; None while one is under way.
-        query: filters, and the page.
+        known: the sessions with the time of their last call, which is None during a call.
+        query: filters and the page.
         server: id of the process.
         now: time of the sessions' clock.
-        epoch: Unix time of that clock's zero.
+        epoch: Unix time at the clock's zero.
 
     Raises InvalidRequest.
     """
@@ -62,7 +62,7 @@ def merge_lists(lists: Sequence[SessionList], query: SessionQuery) -> SessionLis
 
 
 def transcript(session: Session, after: int | None) -> Transcript:
-    """Return the turns after one; None returns all that are kept, and the opening."""
+    """Return the turns after turn ``after``. None returns all stored turns and the opening."""
     first = after is None
     return Transcript(
         session_id=session.session_id,
@@ -81,13 +81,13 @@ def transcript(session: Session, after: int | None) -> Transcript:
 
 
 def _searched(session: Session) -> str:
-    """Return the text in which a search looks for a session."""
+    """Return the text of a session that searches are matched against."""
     sample = session.sample
     return f"{session.session_id} {sample.task} {sample.split} {sample.index} seed {sample.seed}".lower()
 
 
 def _reason(session: Session) -> str:
-    """Return the exception with which the environment failed; empty if it did not fail in a step."""
+    """Return the exception of a failed environment, or an empty text if no step failed."""
     last = session.history.last if session.status is SessionStatus.FAILED_ENVIRONMENT else None
     return str(last.info.get("error", {}).get("message", "")) if last is not None else ""
 
@@ -112,12 +112,12 @@ def _summary(session: Session, server: str, since: float | None, now: float, beg
 
 
 def _next(rows: Sequence[SessionSummary], there: int) -> str | None:
-    """Return the start of the next page, where ``there`` rows remain."""
+    """Return the start of the next page, or None if all ``there`` rows are on this page."""
     return f"{rows[-1].began!r}/{rows[-1].session_id}" if rows and there > len(rows) else None
 
 
 def _is_after(place: str | None) -> Callable[[tuple[Any, ...]], bool]:
-    """Return a predicate: whether a row comes after ``place``, a time and an id."""
+    """Return a predicate that is true for rows after ``place``, which contains a time and an id."""
     if place is None:
         return lambda row: True
     time, _, session_id = place.partition("/")

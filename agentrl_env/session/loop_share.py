@@ -1,4 +1,4 @@
-"""Loop share: how long author code may run on the event loop before everything else gets a turn."""
+"""Loop share: how long author code can run on the event loop before other work gets a turn."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from collections import deque
 
 SLICE_S = 0.005
-"""Seconds of author code on the event loop after which the loop does everything else once."""
+"""Seconds of author code after which the event loop runs all other work once."""
 MAX_RELEASED = 256
-"""Calls that get their turn at once, where those before were quick."""
+"""Maximum number of calls that are released together, if the previous calls were quick."""
 
 
 class LoopShare:
     """Divides an event loop between author code that runs on it and everything else.
 
-    Once calls have taken ``SLICE_S`` seconds together, further ones wait in order until the loop has run:
-    other callers, timers and heartbeats wait for one call at most, however many are sent at once.
+    Once calls have taken ``SLICE_S`` seconds in total, further calls wait in order until the loop has run its
+    other work. So other callers, timers and heartbeats wait for one call at most.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LoopShare:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def charge(self, seconds: float) -> None:
-        """Count a call that has ended."""
+        """Add the time of an ended call."""
         self._seconds += seconds
         if self._seconds > SLICE_S and not self.taken:
             self.taken, self._loop = True, asyncio.get_running_loop()
@@ -36,14 +36,14 @@ class LoopShare:
     async def turn(self) -> None:
         """Wait for a turn."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # the last calls ran on a loop that has ended
+        if loop is not self._loop:  # the previous calls ran on a loop that has ended
             self.taken, self._seconds = False, 0.0
             self._waiting.clear()
             return
         waiter = loop.create_future()
         self._waiting.append(waiter)
         await waiter
-        while self._seconds > SLICE_S:  # a call that was released before has taken the slice
+        while self._seconds > SLICE_S:  # a call that was released earlier has used up the slice
             waiter = loop.create_future()
             self._waiting.appendleft(waiter)
             await waiter
@@ -57,4 +57,4 @@ class LoopShare:
                 waiter.set_result(None)
         self.taken = bool(self._waiting)
         if self._waiting and self._loop is not None:
-            self._loop.call_soon(self._open)  # after the calls that were released
+            self._loop.call_soon(self._open)  # after the released calls

@@ -1,4 +1,4 @@
-"""Watches an event loop from a thread, and finds the author code that blocks it."""
+"""Watches an event loop from a thread and finds author code that blocks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl_env.session import executor
 BLOCKED_S = 0.5
 """Seconds that author code may block the event loop of a server before a warning is logged."""
 WARN_EVERY_S = 60.0
-"""Interval in which a line of code is named again."""
+"""Seconds before a warning about the same line of code is repeated."""
 ADVICE = "Write def instead of async def, and keep blocking = True: the method then runs on a thread."
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -39,12 +39,12 @@ class Block:
 
 
 class LoopWatch:
-    """Calls ``report``, from its thread, once each time that author code blocks an event loop.
+    """Calls ``report`` from its thread whenever author code blocks an event loop.
 
     Args:
-        limit_s: seconds that one call may block the loop; what takes twice as long is always found.
-        report: receives the code that is found.
-        clock: seconds, monotonic.
+        limit_s: seconds that one call may block the loop. Calls of twice this duration are always found.
+        report: called with the blocking code.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LoopWatch:
         threading.Thread(target=self._watch, args=arguments, name="agentrl-env-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching; idempotent."""
+        """Stop watching. Idempotent."""
         self._stopped.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
@@ -76,7 +76,7 @@ class LoopWatch:
             since, reported = 0.0, False
             while not answered.wait(interval) and not self._stopped.is_set():
                 entry, block = author_code(sys._current_frames().get(thread))
-                if entry is not seen:  # one frame, kept alive: another call never has the same
+                if entry is not seen:  # the frame is kept alive, so no other call has the same one
                     seen, since, reported = entry, self._clock(), False
                 elif block is not None and not reported and self._clock() - since >= self._limit_s:
                     reported = True
@@ -85,7 +85,7 @@ class LoopWatch:
 
 
 def warn_of_blocks(limit_s: float | None = None) -> LoopWatch:
-    """Return a watch that logs a warning for each place that blocks the loop, at most once a minute."""
+    """Return a watch that logs a warning for each blocking line of code, at most once a minute."""
     warned: dict[str, float] = {}
     limit_s = BLOCKED_S if limit_s is None else limit_s
 
@@ -101,7 +101,7 @@ def warn_of_blocks(limit_s: float | None = None) -> LoopWatch:
 
 
 def author_code(frame: FrameType | None) -> tuple[FrameType | None, Block | None]:
-    """Return the author's outermost frame of a stack, and its description; None where there is none."""
+    """Return the author's outermost frame in a stack and its description, or None for both."""
     outer: FrameType | None = None
     entry: FrameType | None = None
     innermost: FrameType | None = None
@@ -112,7 +112,7 @@ def author_code(frame: FrameType | None) -> tuple[FrameType | None, Block | None
             if not file.startswith(_LIBRARIES):
                 innermost, entry = innermost or frame, frame
         frame = frame.f_back
-    if frame is not None:  # called by the executor: the task may be an installed library itself
+    if frame is not None:  # called by the executor, because the task itself can be an installed library
         entry = outer
     if entry is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Observer: the seam between sessions and the counters, logs and traces of a server."""
+"""Observer: the interface between sessions and a server's counters, logs and traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("agentrl_env")
 
 
 class Observer:
-    """Observes nothing; a server's subclass counts, logs and traces sessions."""
+    """Does nothing. A server's subclass counts, logs and traces sessions."""
 
     def opened(self, session: Session, client: str) -> None:
         """Observe a session that has opened."""
@@ -29,13 +29,13 @@ class Observer:
     def traced(
         self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
     ) -> Coroutine[Any, Any, T]:
-        """Return ``work``, run under a trace span where tracing is on.
+        """Return ``work``, wrapped in a trace span if tracing is on.
 
         Args:
-            name: of the span.
-            work: what it covers.
-            session: its session, where it has one.
-            tool: the tool that it calls, if any.
+            name: name of the span.
+            work: the coroutine that the span covers.
+            session: the session, if any.
+            tool: the called tool, if any.
         """
         return work
 
@@ -46,7 +46,7 @@ class Observer:
         """Observe a step that has been taken."""
 
     def counts(self) -> Mapping[str, TaskCounts]:
-        """Return what was counted so far, by task."""
+        """Return the counts so far, by task."""
         return {}
 
 
@@ -54,7 +54,7 @@ NO_OBSERVER = Observer()
 
 
 def log_failure(session: Session, what: str, error: BaseException) -> None:
-    """Log an exception of author code with its traceback, from the author's first frame on."""
+    """Log an exception of author code with its traceback, starting at the author's first frame."""
     task = session.sample.task
     message = f"{what} of task {task} failed in session {session.session_id}"
     facts = {"session_id": session.session_id, "task": task}

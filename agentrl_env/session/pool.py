@@ -1,4 +1,4 @@
-"""The sessions of one process: capacity with a fair queue, leases, batches, and an orderly end."""
+"""The sessions of one process: capacity with a fair queue, leases, batches and draining."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 VERSION = version("agentrl-kit")
 SWEEP_S = 1.0
-"""Interval in which expired leases are looked for."""
+"""Seconds between checks for expired leases."""
 MAX_THREADS = 256
 CHUNK = 128
-"""Steps of a batch that start before their threads get a moment; more at once only evict the caches."""
+"""Steps of a batch that start together, before their threads run. Larger chunks only evict the caches."""
 CHUNK_TIMEOUT_S = 0.002
-STALE = "the operator drains this server; open sessions elsewhere"
-STEP_PENDING = "the step is still under way; ask again with the same seq"
+STALE = "the operator is draining this server; open sessions elsewhere"
+STEP_PENDING = "the step is still in progress; request it again with the same seq"
 
 
 class PoolOptions(TypedDict, total=False):
@@ -76,16 +76,16 @@ class SessionPool:
 
     Args:
         environments: the tasks.
-        max_sessions: number of sessions that may be open at once; further openings wait, or are refused.
+        max_sessions: maximum number of open sessions. Further openings wait or are refused.
         lease_s: seconds that a session may be idle before it ends as ``expired``.
-        oracle: whether ``expert`` calls are answered.
-        threads: number of calls of a task's blocking author code that may run at once; by default one for
-            each session, up to ``MAX_THREADS``.
+        oracle: answer ``expert`` calls.
+        threads: maximum number of concurrent calls of a task's blocking author code. By default one per
+            session, up to ``MAX_THREADS``.
         observer: counts, logs and traces.
         message_loop_s: as for ``Session``.
-        clock: seconds, monotonic.
+        clock: returns the monotonic time in seconds.
         history_bytes: size of the turns that a session keeps.
-        calls: shows the calls that run.
+        calls: shows the running calls.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SessionPool:
 
     @property
     def accepts_sessions(self) -> bool:
-        """True unless the server drains, because it ends or because the operator drains it."""
+        """False if the server is shutting down or the operator drains it."""
         return not (self.draining or self._stale)
 
     @property
@@ -146,7 +146,7 @@ class SessionPool:
         }
 
     def check_ready(self) -> None:
-        """Raise ServerDraining or ServerFull where no session can be opened."""
+        """Raise ServerDraining or ServerFull if no session can be opened."""
         if not self.accepts_sessions:
             raise ServerDraining(DRAINING if self.draining else STALE)
         blocking = self._tasks.blocking
@@ -154,14 +154,14 @@ class SessionPool:
             raise self._no_thread(*blocking)
 
     async def tasks(self, request: EmptyRequest = EMPTY) -> TaskList:
-        """Return the tasks; the first call runs their ``startup``. Raises EnvironmentFailed."""
+        """Return the tasks. The first call runs their ``startup``. Raises EnvironmentFailed."""
         return TaskList(tasks=await self._tasks.describe())
 
     async def open(self, request: OpenRequest) -> SessionInfo:
-        """Open a session; the same ``request_id`` again returns the same one.
+        """Open a session. A repeated ``request_id`` returns the same session.
 
         Raises UnknownTask, UnknownSample, ServerFull, ServerDraining, EnvironmentFailed, and
-        IdempotencyConflict where the ``request_id`` was used for another request.
+        IdempotencyConflict if the ``request_id`` was used for another request.
         """
         key = request.request_id or secrets.token_urlsafe(12)
         digest = request.digest or payload_digest(request)
@@ -172,9 +172,9 @@ class SessionPool:
         return await self._openings.run(key, lambda: self._observer.traced("open", opening(), None), digest)
 
     async def step(self, request: Step) -> bytes:
-        """Play one assistant message; return the StepResult as JSON.
+        """Play one assistant message and return the StepResult as JSON.
 
-        Raises what ``Session.step`` does, and UnknownSession.
+        Raises UnknownSession and the errors of ``Session.step``.
         """
         entry = self._table.find(request.session_id)
         self._table.enter(request.session_id, entry)
@@ -185,10 +185,10 @@ class SessionPool:
             self._leave(request.session_id, entry)
 
     async def step_many(self, request: FastBatch | StepBatch) -> list[bytes | WireError]:
-        """Step many sessions at once, those of one session in order.
+        """Step many sessions concurrently. Steps of one session run in order.
 
-        Returns the StepResult as JSON or the error of each step; StepPending for those that are not
-        ready after ``wait_s`` seconds.
+        Returns the StepResult as JSON or the error of each step, which is StepPending if the step is not done
+        after ``wait_s`` seconds.
         """
         batch = _Batch(request.steps)
         for begin in range(0, len(batch.steps), CHUNK):
@@ -220,9 +220,9 @@ class SessionPool:
         return listing.transcript(self.session(request.session_id), request.after)
 
     async def drain_server(self, request: DrainRequest) -> FleetInfo:
-        """Open no new sessions here, or open them again. Raises UnknownServer for another server."""
+        """Stop or resume opening new sessions here. Raises UnknownServer for another server's id."""
         if request.server_id != self.server_id:
-            raise UnknownServer(f"no server {request.server_id!r} here; GET /v1/fleet lists its id")
+            raise UnknownServer(f"this server is not {request.server_id!r}; GET /v1/fleet lists its id")
         self._stale = request.draining
         return await self.fleet()
 
@@ -263,13 +263,13 @@ class SessionPool:
             self._leave(request.session_id, entry)
 
     async def fork(self, request: ForkRequest) -> ForkAnswer:
-        """Open ``n`` sessions that continue from the state of a session, which may go on meanwhile.
+        """Open ``n`` sessions that continue from the state of a session, which can also continue itself.
 
-        All of them open, or none. The same ``request_id`` again returns the same ones. A fork never
-        waits for capacity: its caller holds a session, so that two that wait could wait for each other.
+        Either all of them open or none. A repeated ``request_id`` returns the same sessions. A fork never
+        waits for capacity, because its caller holds a session, and two waiting callers could deadlock.
 
         Raises UnknownSession, SessionEnded, SessionExpired, NotSupported, ServerFull, ServerDraining,
-        EnvironmentFailed, and IdempotencyConflict where the ``request_id`` was used with another ``n``.
+        EnvironmentFailed, and IdempotencyConflict if the ``request_id`` was used with another ``n``.
         """
         session_id, n = request.session_id, request.n
         key = f"{session_id}/{request.request_id or secrets.token_urlsafe(12)}"
@@ -281,7 +281,7 @@ class SessionPool:
         return ForkAnswer(sessions=tuple(forks))
 
     async def close(self, request: SessionRequest) -> None:
-        """End a session and release what it holds; idempotent."""
+        """End a session and release its resources. Idempotent."""
         ending = self._end([request.session_id], SessionStatus.CANCELLED)
         await self._observer.traced("close", ending, None)
 
@@ -290,7 +290,7 @@ class SessionPool:
         return self._table.find(session_id).session
 
     def row(self, session_id: str) -> SessionRow | None:
-        """Return the row of an open session; None where there is none."""
+        """Return the row of an open session, or None if there is none."""
         return self._table.row(session_id)
 
     def now(self) -> float:
@@ -300,13 +300,13 @@ class SessionPool:
     async def adopt(
         self, session_id: str, client: str, sample: TaskSample, prepare: Callable[[Session], None]
     ) -> None:
-        """Open a session under a given id, where it is not known here.
+        """Open a session under a given id, unless this pool already knows it.
 
         Args:
             session_id: the id.
             client: name of the caller that opened it.
             sample: problem of the episode.
-            prepare: calls ``continue_from`` of the new session.
+            prepare: calls ``continue_from`` on the new session.
 
         Raises UnknownTask, ServerFull, ServerDraining, EnvironmentFailed.
         """
@@ -315,7 +315,7 @@ class SessionPool:
             await self._adoptions.run(session_id, work)
 
     def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
-        """Add a watcher of openings and ends, and return the sessions that are open now."""
+        """Add a watcher of opening and ending sessions, and return the open sessions."""
         return self._table.watch(watcher)
 
     def unwatch(self, watcher: SessionWatcher) -> None:
@@ -325,10 +325,10 @@ class SessionPool:
     async def drain(self, timeout_s: float, hand_over: Callable[[], Awaitable[None]] | None = None) -> None:
         """Refuse new sessions, let the open ones end within the timeout, then close the rest.
 
-        An opening under way may still open its session, within the timeout.
+        An opening in progress can still open its session within the timeout.
 
         Args:
-            timeout_s: seconds.
+            timeout_s: seconds to wait for open sessions.
             hand_over: called before sessions that are still open are closed.
         """
         self.draining = True
@@ -345,19 +345,19 @@ class SessionPool:
         await self._end(list(self._table.live), SessionStatus.CANCELLED)
 
     def stop_waiting(self) -> None:
-        """End the wait of a ``drain`` under way."""
+        """Stop waiting for open sessions in a running ``drain``."""
         if self._quiet is not None:
             self._quiet.set()
 
     async def abandon(self) -> None:
-        """End every session, after a controller has declared them lost, and take a new id."""
+        """End all sessions and take a new id, after a controller has declared the sessions lost."""
         self._take_id()
         lost = list(self._table.live)
         await self._end(lost, SessionStatus.CANCELLED)
-        self._table.forget(lost)  # one of them may return from its checkpoint
+        self._table.forget(lost)  # a lost session can come back from its checkpoint
 
     async def aclose(self) -> None:
-        """Close every session, and run ``shutdown`` of the tasks. The pool cannot be used again."""
+        """Close all sessions and run ``shutdown`` of the tasks. The pool cannot be used afterwards."""
         await self.drain(0.0)
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -423,9 +423,9 @@ class SessionPool:
         start: Callable[[list[Session]], Coroutine[Any, Any, None]],
         digest: str = "",
     ) -> list[Session]:
-        """Start one session per request id in places that were taken, and add them to the table.
+        """Start one session per request id, in places that were already taken, and add them to the table.
 
-        Where that fails, they are closed and the places released.
+        If one fails to start, all are closed and their places are released.
         """
         self._keep_sweeping()
         made: list[Session] = []
@@ -451,9 +451,9 @@ class SessionPool:
 
     def _take_id(self) -> None:
         self.server_key = secrets.token_urlsafe()
-        """Known to this process and its controllers only: proves that the id is this server's."""
+        """A secret of this process and its controllers, which proves that the id belongs to this server."""
         self.server_id = server_id_of(self.server_key)
-        """Prefix of every session id, by which a controller finds the server of a session."""
+        """Prefix of every session id. A controller uses it to find the server of a session."""
 
     def _new_id(self) -> str:
         return f"{self.server_id}.{secrets.token_urlsafe(16)}"
@@ -473,7 +473,7 @@ class SessionPool:
         )
 
     def _submit(self, batch: _Batch, position: int) -> None:
-        """Begin one step of a batch."""
+        """Start one step of a batch."""
         step = batch.steps[position]
         try:
             entry = self._table.find(step.session_id)
@@ -502,7 +502,7 @@ class SessionPool:
             batch.finish_one()
 
     def _leave(self, session_id: str, entry: Entry) -> None:
-        """Restart a session's lease, or retire it where it has ended."""
+        """Restart a session's lease, or retire it if it has ended."""
         self._table.leave(session_id, entry)
         if entry.session.status.final:
             self._retire(session_id)
@@ -528,7 +528,7 @@ class SessionPool:
         return closing
 
     def _retire(self, session_id: str) -> None:
-        """Move an ended session out of the live ones; its place is free once its environment is closed."""
+        """Remove an ended session from the live ones. Its place is free once its environment is closed."""
         entry = self._table.retire(session_id)
         if entry is None:
             return
@@ -538,7 +538,7 @@ class SessionPool:
         self._check_quiet()
 
     def _check_quiet(self) -> None:
-        """Let a ``drain`` under way go on where no session is open or opening."""
+        """Let a running ``drain`` continue if no session is open or opening."""
         if self._quiet is not None and not self._table.live and not self._capacity.openings:
             self._quiet.set()
 
@@ -551,8 +551,8 @@ class SessionPool:
         last = self._clock()
         while True:
             await asyncio.sleep(min(SWEEP_S, self._lease_s / 2))
-            # By the time of the sweep before: steps that arrived while this process could not run, frozen or
-            # busy, have been read since. Not awaited: a slow close must not delay other leases.
+            # Use the time of the previous sweep: steps that arrived while this process was frozen or
+            # busy have been read since. Not awaited, since a slow close must not delay other leases.
             self._expire(last)
             last = self._clock()
 
@@ -569,13 +569,13 @@ class _Batch:
         self._done: asyncio.Future[None] | None = None
 
     def finish_one(self) -> None:
-        """Count a step that has ended."""
+        """Count an ended step."""
         self.pending -= 1
         if self.pending == 0 and self._done is not None and not self._done.done():
             self._done.set_result(None)
 
     async def finished(self, timeout: float | None) -> bool:
-        """Wait until no step is pending, at most ``timeout`` seconds; return whether that is so."""
+        """Wait up to ``timeout`` seconds until no step is pending. Return True if none is."""
         if self.pending:
             self._done = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
@@ -585,5 +585,5 @@ class _Batch:
 
 
 def place_of(pid: int) -> str:
-    """Return host name and process id, by which operators and ``--workers`` identify a process."""
+    """Return the host name and process id, which identify a process to operators and ``--workers``."""
     return f"{socket.gethostname()} {pid}"

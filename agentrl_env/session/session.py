@@ -44,38 +44,37 @@ if TYPE_CHECKING:
     from agentrl_env.environment import Environment
 
 T = TypeVar("T")
-_RUNNING = SessionStatus.RUNNING  # looking up an enum's member is slow
+_RUNNING = SessionStatus.RUNNING  # looking up an enum member is slow
 MESSAGE_LOOP_S = 5.0
-"""Seconds for which the calls of one message may hold the event loop."""
+"""Seconds for which the calls of one message may occupy the event loop."""
 SETTLE_TIMEOUT_S = 10.0
-"""Seconds that ``close`` waits for author code that runs past its deadline."""
+"""Seconds that ``close`` waits for author code that is past its deadline."""
 MAX_TURNS = 64
 """Number of turns that a session keeps."""
 MAX_BYTES = 8 * 1024 * 1024
-"""Size of the turns that a session keeps by default; the last ``MIN_TURNS`` are kept in any case."""
+"""Default size of the turns that a session keeps. The last ``MIN_TURNS`` turns are always kept."""
 MIN_TURNS = 2
 _LARGE_BYTES = 64 * 1024
-"""Turns of at most this size are bounded by their number alone."""
+"""Turns up to this size are limited only by their number."""
 
 
 class Session:
     """One episode of one environment instance.
 
-    Steps are numbered from 1 by ``seq``; a repeated one returns the stored result. Steps and other calls
-    of author code run one at a time, in the order of their submission, and each runs to its end even
-    where its caller goes away. Author code that raises ends the session as ``failed_environment``;
-    ``step`` does not raise it.
+    Steps are numbered from 1 by ``seq``. A repeated ``seq`` returns the stored result. Steps and other calls of
+    author code run one at a time, in the order of submission. They run to their end even if the caller gives
+    up. An exception in author code ends the session as ``failed_environment``. ``step`` does not raise it.
 
     Args:
         environment: class of the task.
         sample: problem of the episode.
         session_id: id on the wire.
         threads: pool for blocking author code.
-        clock: seconds, monotonic.
+        clock: returns the monotonic time in seconds.
         observer: counts, logs and traces.
-        message_loop_s: seconds for which the calls of one message may hold the event loop; further ones are
-            not executed, and the model is told so.
-        history_bytes: size of the turns that are kept.
+        message_loop_s: seconds for which the calls of one message may occupy the event loop. Further calls are
+            not executed, and the model gets an error for them.
+        history_bytes: size of the turns to keep.
     """
 
     def __init__(
@@ -116,12 +115,12 @@ class Session:
         self._environment: Environment | None = None
         self._restore: Callable[[Environment], Any] | None = None
         self._queue_tail: asyncio.Future[Any] | None = None
-        """The task submitted last; each waits for the one before it."""
+        """The task submitted last. Each task waits for the previous one."""
         self._current: asyncio.Future[Any] | None = None
         """The task that runs author code now."""
         self._closing: asyncio.Task[None] | None = None
         self._queued_seq = 0
-        """Highest seq that was enqueued."""
+        """Highest ``seq`` that was enqueued."""
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} of {self.sample.task!r}: {self.status}, turn {self.turn}>"
@@ -140,16 +139,16 @@ class Session:
         )
 
     async def start(self) -> SessionInfo:
-        """Create the environment, and reset or restore it; where that fails it is closed.
+        """Create the environment and reset or restore it. If this fails, the environment is closed.
 
-        Raises EnvironmentFailed, and ServerFull where no thread comes free for it.
+        Raises EnvironmentFailed, or ServerFull if no thread becomes free.
         """
 
         def begin() -> Any:
             environment = self._environment = self._class()
             if self._restore is not None:
                 return self._restore(environment)
-            # A copy, so that no author changes the dataset for other sessions.
+            # Copy it, so that author code cannot change the dataset for other sessions.
             sample = self.sample.model_copy(deep=True)
             return environment.reset(sample, np.random.default_rng(sample.seed))
 
@@ -197,20 +196,20 @@ class Session:
         self.began, self.history = began, history
 
     async def step(self, message: AssistantMessage, seq: int | None = None) -> StepResult:
-        """Play one assistant message; ``seq`` None means the next.
+        """Play one assistant message. ``seq`` None means the next step.
 
-        Raises SeqConflict on a gap, IdempotencyConflict where ``seq`` was played with another message,
-        SessionEnded or SessionExpired where no step is possible, InvalidRequest where the message is not an
-        assistant's.
+        Raises SeqConflict on a gap, IdempotencyConflict if ``seq`` was played with another message,
+        SessionEnded or SessionExpired if no step is possible, and InvalidRequest if the message is not an
+        assistant message.
         """
         submitted = self.submit(message, seq)
         result = submitted if isinstance(submitted, bytes) else await self.result_of(submitted)
         return StepResult.model_validate_json(result)
 
     def submit(self, message: AssistantMessage, seq: int | None = None) -> bytes | asyncio.Future[bytes]:
-        """Return the StepResult as JSON if the step ends at once, else the future of the result.
+        """Return the StepResult as JSON if the step ends immediately, else a future of the result.
 
-        Raises what ``step`` does. So does ``result_of`` for a future.
+        Raises the errors of ``step``. For a future, ``result_of`` raises them.
         """
         if message.role != "assistant":
             raise InvalidRequest(f"a step takes an assistant message, not one of {message.role!r}")
@@ -232,22 +231,22 @@ class Session:
     async def result_of(self, task: asyncio.Future[T]) -> T:
         """Wait for a future of ``submit``. The step continues if the caller is cancelled.
 
-        Raises what ``step`` does.
+        Raises the errors of ``step``.
         """
         await asyncio.wait((task,))
         return self.outcome(task)
 
     def outcome(self, task: asyncio.Future[T]) -> T:
-        """Return the result of a future of ``submit`` that is done. Raises what ``step`` does."""
+        """Return the result of a completed future of ``submit``. Raises the errors of ``step``."""
         if task.cancelled():
             self.check_running()
             raise SessionEnded("the step was cancelled", status=self.status)
         return task.result()
 
     async def expert(self) -> Message:
-        """Return the next message of the task's expert, without taking a step.
+        """Return the next message of the task's expert without taking a step.
 
-        Raises NotSupported where the task has none, EnvironmentFailed where it breaks.
+        Raises NotSupported if the task has no expert, or EnvironmentFailed if the expert fails.
         """
 
         async def ask(environment: Environment, executor: Executor) -> Message:
@@ -263,10 +262,10 @@ class Session:
         return await self.between_steps(ask)
 
     async def fork(self, session_ids: Sequence[str]) -> list[Session]:
-        """Return new sessions, to be started, that continue from the state of this one.
+        """Return new sessions, not yet started, that continue from the state of this session.
 
-        Raises NotSupported where the task cannot, EnvironmentFailed where ``snapshot`` breaks,
-        SessionEnded, SessionExpired.
+        Raises NotSupported if the task cannot fork, EnvironmentFailed if ``snapshot`` fails, SessionEnded or
+        SessionExpired.
         """
         self.check_fork()
 
@@ -274,7 +273,7 @@ class Session:
             timeout = environment.tool_timeout
             try:
                 state = await executor.run(environment.snapshot, timeout)
-                # Copied before the next step, which may change what the state holds.
+                # Copied before the next step, which might modify objects in the state.
                 copies = await executor.run(lambda: [_copied(state) for _ in session_ids], timeout)
             except AUTHOR_ERRORS as error:
                 raise self._failed("snapshot", error) from error
@@ -283,7 +282,7 @@ class Session:
         return await self.between_steps(ask)
 
     async def between_steps(self, ask: Callable[[Environment, Executor], Coroutine[Any, Any, T]]) -> T:
-        """Run author code that takes no step, once the steps before it have ended.
+        """Run author code that takes no step, after the earlier steps have ended.
 
         Raises SessionEnded, SessionExpired.
         """
@@ -297,23 +296,23 @@ class Session:
         return await self.result_of(task)
 
     def check_running(self) -> None:
-        """Raise SessionExpired or SessionEnded where no further step is possible."""
+        """Raise SessionExpired or SessionEnded if no more steps are possible."""
         if self.status is SessionStatus.EXPIRED:
             raise SessionExpired("the session was idle past its lease; open a new one")
         if self.status is not _RUNNING:
             raise SessionEnded(f"the session has ended ({self.status}); open a new one", status=self.status)
 
     def check_fork(self) -> None:
-        """Raise NotSupported, SessionEnded or SessionExpired where no fork is possible."""
+        """Raise NotSupported, SessionEnded or SessionExpired if no fork is possible."""
         if not can_fork(self._class):
             raise NotSupported(f"task {self.sample.task!r} cannot fork: it has no snapshot() and restore()")
         self.check_running()
 
     async def close(self, status: SessionStatus = SessionStatus.CANCELLED) -> None:
-        """End the session and close its environment; a running step is cancelled. Idempotent.
+        """End the session and close its environment. A running step is cancelled. Idempotent.
 
         Args:
-            status: final status, where the session has not ended yet.
+            status: final status, unless the session has already ended.
         """
         await asyncio.shield(self.begin_close(status))
 
@@ -327,11 +326,11 @@ class Session:
 
     @property
     def closing(self) -> asyncio.Task[None] | None:
-        """The task that closes the environment, once begun; None where nothing needs closing."""
+        """The task that closes the environment. None before it starts, or if nothing needs closing."""
         return self._closing
 
     def _enqueue(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """Run a coroutine as a task, after the task that was enqueued before it."""
+        """Run a coroutine as a task after the previously enqueued task."""
         previous = self._queue_tail
         if previous is None or previous.done():
             task = self._current = asyncio.create_task(begin())
@@ -347,7 +346,7 @@ class Session:
         return await begin()
 
     async def _step(self, message: AssistantMessage, seq: int | None) -> bytes:
-        """Play a step that had to wait for others."""
+        """Play a step that had to wait for other tasks."""
         if seq is not None and seq <= self.turn:
             return self.history.result(seq, self.turn, message)
         self._check_next(seq)
@@ -358,14 +357,14 @@ class Session:
         return self._observer.traced("step", turn, self)
 
     def _check_next(self, seq: int | None) -> None:
-        """Raise SeqConflict, SessionEnded or SessionExpired where step ``seq`` cannot be the next."""
+        """Raise SeqConflict, SessionEnded or SessionExpired if step ``seq`` cannot be the next step."""
         if seq is not None and seq > self.turn + 1:
             raise _gap(seq, self.turn)
         if self.status is not _RUNNING:
             self.check_running()
 
     async def _turn(self, result: StepBuilder) -> bytes:
-        """Play one turn and return its StepResult as JSON; author errors become its status."""
+        """Play one turn and return its StepResult as JSON. Errors of author code become its status."""
         self._executor.loop_s = 0.0
         try:
             try:
@@ -384,7 +383,7 @@ class Session:
         return self._end_turn(result, status)
 
     def _invoke(self, name: str, call: Callable[[], Any], timeout: float | None) -> Coroutine[Any, Any, Any]:
-        """Call a tool within its own deadline and the session's. Raises LoopTimeSpent."""
+        """Call a tool within its deadline and the session's time limit. Raises LoopTimeSpent."""
         if self._executor.loop_s > self._message_loop_s:
             reason = f"the calls of a message may hold the server for {self._message_loop_s:g} s"
             raise LoopTimeSpent(f"{reason}, and those before this one have; send fewer")
@@ -415,7 +414,7 @@ class Session:
         self.turn += 1
         self.episode_return += result.reward
         if status is not _RUNNING:
-            self.status, self._current = status, None  # closing must not cancel this turn
+            self.status, self._current = status, None  # so that closing does not cancel this turn
             if self._class.overrides("close"):
                 self.begin_close()
             else:
@@ -449,8 +448,8 @@ class Session:
             if running is not None and not running.done():
                 running.cancel()
                 await asyncio.wait((running,))
-            # Author code that outlived its deadline may still use what close() releases, or only now have
-            # made the environment.
+            # Author code past its deadline might still use what close() releases, or might only now have
+            # created the environment.
             await self._executor.settle(SETTLE_TIMEOUT_S)
             environment = self._environment
             if environment is not None and environment.overrides("close"):
@@ -467,7 +466,7 @@ class Session:
 
     def _alive(self) -> Environment:
         if self._environment is None:
-            raise RuntimeError("start() the session first")
+            raise RuntimeError("call start() of the session first")
         return self._environment
 
 
@@ -476,13 +475,13 @@ def _gap(seq: int, last: int) -> SeqConflict:
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Mark the exception of a task as seen, whose caller may be gone."""
+    """Mark the exception of a task as retrieved, because its caller might have given up."""
     if not task.cancelled():
         task.exception()
 
 
 def _copied(state: Any) -> Any:
-    """Return a deep copy of what ``snapshot`` returned. Raises TypeError that names what has no copy."""
+    """Return a deep copy of a snapshot. Raises TypeError, which names the value that cannot be copied."""
     try:
         return copy.deepcopy(state)
     except Exception as error:
@@ -492,23 +491,23 @@ def _copied(state: Any) -> Any:
             except Exception as found:
                 raise TypeError(
                     f"{found}: the state holds {name!r}, a {type(value).__name__}, which cannot be copied; "
-                    "leave it out, and make it anew in restore()"
+                    "leave it out, and create it again in restore()"
                 ) from error
         raise
 
 
 def can_fork(environment: type[Environment]) -> bool:
-    """Return whether sessions of a task can be forked: it has both ``snapshot`` and ``restore``."""
+    """Return True if sessions of a task can be forked, which needs ``snapshot`` and ``restore``."""
     return environment.overrides("snapshot") and environment.overrides("restore")
 
 
 class History:
-    """Turns as JSON text: compact, and opaque to the garbage collector.
+    """Turns as JSON text, which is compact and not traversed by the garbage collector.
 
-    As objects, the turns of thousands of sessions would take it longer than the steps themselves.
+    If the turns of thousands of sessions were objects, garbage collection would take longer than the steps.
 
     Args:
-        max_bytes: size of the turns that are kept.
+        max_bytes: size of the turns to keep.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -524,9 +523,9 @@ class History:
                 size -= sum(map(len, self._turns.popleft()))
 
     def result(self, seq: int, turn: int, message: AssistantMessage) -> bytes:
-        """Return the result of step ``seq``, played with ``message``; ``turn`` is the last.
+        """Return the stored result of step ``seq``, played with ``message``. ``turn`` is the last step.
 
-        Raises SeqConflict, InvalidRequest, IdempotencyConflict where it was played with another message.
+        Raises SeqConflict, InvalidRequest, or IdempotencyConflict if it was played with another message.
         """
         if seq < 1:
             raise InvalidRequest(f"seq counts from 1, got {seq}")
@@ -534,7 +533,7 @@ class History:
             raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=turn + 1)
         played, result = self._turns[seq - turn - 1]
         again = encode(message)
-        if again != played and _parsed(again) != _parsed(played):  # one message has several spellings
+        if again != played and _parsed(again) != _parsed(played):  # a message can be written in several ways
             raise IdempotencyConflict(f"seq {seq} was played with another message; the next is {turn + 1}")
         return result
 
@@ -548,13 +547,13 @@ class History:
             yield Message.model_validate_json(message), StepResult.model_validate_json(result)
 
     def tail(self, number: int = MAX_TURNS) -> tuple[tuple[str, str], ...]:
-        """Return at most the last ``number`` turns as JSON text."""
+        """Return up to ``number`` last turns as JSON text."""
         turns = list(self._turns)[-number:]
         return tuple((message.decode(), result.decode()) for message, result in turns)
 
     @classmethod
     def of(cls, turns: Iterable[tuple[str, str]]) -> History:
-        """Return the history that ``tail`` was taken of."""
+        """Return a history with the turns that ``tail`` returned."""
         history = cls()
         for message, result in turns:
             history.add(message.encode(), result.encode())

@@ -1,4 +1,4 @@
-"""The table of a pool: open sessions, their idle times, and the sessions that have ended recently."""
+"""The table of a pool: open sessions, their idle times, and recently ended sessions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl_env.session.single_flight import check_digest
 from agentrl_env.wire import SessionRow
 
 MAX_ENDED = 4096
-"""Number of ended sessions that are kept, so that a lost last answer can be repeated."""
+"""Maximum number of ended sessions that are kept, so that a lost last answer can be repeated."""
 ENDED_S = 600.0
-"""Seconds for which they are kept."""
+"""Seconds for which ended sessions are kept."""
 ENDED_ANSWERS = 2
-"""Number of last turns that an ended session keeps, whatever their size."""
+"""Number of last turns that an ended session keeps regardless of their size."""
 ENDED_TURNS_BYTES = 32 * 1024
-"""Size of its further turns; the oldest are dropped first."""
+"""Maximum size of the other turns of an ended session. The oldest turns are dropped first."""
 
 
 class SessionWatcher(Protocol):
@@ -42,16 +42,16 @@ class Entry:
     client: str = ""
     """Name of the caller that opened it."""
     users: int = 0
-    """Number of calls under way; the lease does not run while there are any."""
+    """Number of calls in progress. The lease does not run during a call."""
 
 
 class SessionTable:
-    """Every session a pool knows, by id.
+    """All sessions of a pool, by id.
 
     Args:
-        clock: seconds, monotonic.
-        max_ended: number of ended sessions that are kept.
-        ended_s: seconds for which they are kept.
+        clock: returns the monotonic time in seconds.
+        max_ended: maximum number of ended sessions that are kept.
+        ended_s: seconds for which ended sessions are kept.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class SessionTable:
         self._max_ended = max_ended
         self._ended_s = ended_s
         self._idle: dict[str, float] = {}
-        """Start of the idle time by session, longest first."""
+        """Start of the idle time of each session, earliest first."""
         self._ended: OrderedDict[str, tuple[Entry, float]] = OrderedDict()
         self._requests: dict[str, tuple[str, str]] = {}
-        """Session and digest of the request by idempotency key."""
+        """Session id and request digest by idempotency key."""
         self._watchers: list[SessionWatcher] = []
 
     def watch(self, watcher: SessionWatcher) -> tuple[SessionRow, ...]:
-        """Add a watcher, and return the sessions that are open now."""
+        """Add a watcher and return the open sessions."""
         self._watchers.append(watcher)
         return tuple(_row(session_id, entry) for session_id, entry in self.live.items())
 
@@ -82,7 +82,7 @@ class SessionTable:
         self._watchers.remove(watcher)
 
     def add(self, session: Session, request_id: str | None, client: str = "", digest: str = "") -> None:
-        """Add a session that has opened; its lease begins."""
+        """Add an opened session and start its lease."""
         entry = self.live[session.session_id] = Entry(session, request_id, client)
         for watcher in self._watchers:
             watcher.opened(_row(session.session_id, entry))
@@ -101,12 +101,12 @@ class SessionTable:
         return entry
 
     def row(self, session_id: str) -> SessionRow | None:
-        """Return the row of an open session; None where there is none."""
+        """Return the row of an open session, or None if there is none."""
         entry = self.live.get(session_id)
         return None if entry is None else _row(session_id, entry)
 
     def knows(self, session_id: str) -> bool:
-        """Return whether a session is open or has ended recently."""
+        """Return True if a session is open or has ended recently."""
         return session_id in self.live or session_id in self._ended
 
     def forget(self, session_ids: Iterable[str]) -> None:
@@ -117,30 +117,30 @@ class SessionTable:
     def opened_as(self, request_id: str, digest: str) -> str | None:
         """Return the id of the session that was opened with an idempotency key.
 
-        Raises IdempotencyConflict where that request had another digest.
+        Raises IdempotencyConflict if the request had another digest.
         """
         session_id, first = self._requests.get(request_id, (None, digest))
         check_digest(digest, first)
         return session_id
 
     def enter(self, session_id: str, entry: Entry) -> None:
-        """Stop the lease while a call is under way."""
+        """Stop the lease while a call is in progress."""
         entry.users += 1
         self._idle.pop(session_id, None)
 
     def leave(self, session_id: str, entry: Entry) -> None:
-        """Restart the lease after the last call under way."""
+        """Restart the lease after the last call in progress."""
         entry.users -= 1
         if entry.users == 0 and session_id in self.live:
             self._idle[session_id] = self._clock()
 
     def touch(self, session_id: str, entry: Entry) -> None:
-        """Restart the lease after a call that ended at once."""
+        """Restart the lease after a call that ended immediately."""
         if entry.users == 0 and self._idle.pop(session_id, None) is not None:
             self._idle[session_id] = self._clock()
 
     def idle_since(self, horizon: float) -> list[str]:
-        """Return the open sessions that have been idle since before a time, longest first."""
+        """Return the open sessions that have been idle since before ``horizon``, longest first."""
         found: list[str] = []
         for session_id, since in self._idle.items():
             if since > horizon:
@@ -149,7 +149,7 @@ class SessionTable:
         return found
 
     def retire(self, session_id: str) -> Entry | None:
-        """Move an ended session out of ``live``; None where that was done before."""
+        """Move an ended session out of ``live`` and return it, or None if it was already moved."""
         entry = self.live.pop(session_id, None)
         if entry is not None:
             self._idle.pop(session_id, None)
@@ -161,14 +161,14 @@ class SessionTable:
         return entry
 
     def known(self) -> Iterator[tuple[Session, float | None]]:
-        """Iterate over all sessions with the time of their last call; None while one is under way."""
+        """Iterate over all sessions with the time of their last call, which is None during a call."""
         for session_id, entry in self.live.items():
             yield entry.session, self._idle.get(session_id)
         for entry, since in self._ended.values():
             yield entry.session, since
 
     def forget_old(self) -> None:
-        """Drop ended sessions that are too old, or too many."""
+        """Drop ended sessions that are too old or exceed the maximum number."""
         horizon = self._clock() - self._ended_s
         while self._ended:
             session_id, (_, since) = next(iter(self._ended.items()))

@@ -20,15 +20,15 @@ class _Flight:
 
 
 class SingleFlight(Generic[T]):
-    """Tasks by key; the last caller that goes away cancels its task."""
+    """Tasks by key. A task is cancelled when its last caller gives up."""
 
     def __init__(self) -> None:
         self._flights: dict[str, _Flight] = {}
 
     async def run(self, key: str, begin: Callable[[], Coroutine[Any, Any, T]], digest: str = "") -> T:
-        """Return the result of the task under ``key``, which starts now where there is none.
+        """Return the result of the task under ``key``. Start the task if there is none.
 
-        Raises IdempotencyConflict where that task has another digest.
+        Raises IdempotencyConflict if the task has another digest.
         """
         while (flight := self._flights.get(key)) is not None and flight.callers == 0:
             await asyncio.wait((flight.task,))  # it is being cancelled
@@ -47,15 +47,15 @@ class SingleFlight(Generic[T]):
 
 
 def abandon(work: asyncio.Future[Any]) -> None:
-    """Cancel work that nobody waits for any longer, and read the error that it may end with.
+    """Cancel work without callers, and retrieve its error.
 
-    asyncio logs errors that nobody reads as bugs.
+    asyncio would log an error that is never retrieved.
     """
     work.cancel()
     work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def check_digest(digest: str, first: str) -> None:
-    """Raise IdempotencyConflict where a repeated request differs from the first one under its key."""
+    """Raise IdempotencyConflict if a repeated request differs from the first request with its key."""
     if digest != first:
-        raise IdempotencyConflict("this request_id was used for another request; take a new one")
+        raise IdempotencyConflict("this request_id was used for another request; use a new one")

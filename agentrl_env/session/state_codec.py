@@ -1,12 +1,12 @@
-"""Encodes the state of an episode as JSON, so that another process can continue from it.
+"""Encodes the state of an episode as JSON, so that another process can continue the episode.
 
-The format carries data and nothing else: decoding imports no module and calls no function, class or method
-that the data names. A value is ``null``, a boolean, a number, a string or an array of values, or an object
-with one key, its tag. ``_ROWS`` lists the tags and their content, except for ``enum``, which has a class and
-the name of a member, and ``object``, a dataclass, named tuple or pydantic model, which has a class, the names
-of the fields that were set, and name and value of each field.
+The format contains only data: decoding imports no module and calls no function, class or method that the
+data names. A value is ``null``, a boolean, a number, a string or an array of values, or an object
+with one key, its tag. ``_ROWS`` lists the tags and their content, except for two. ``enum`` has a class and
+the name of a member. ``object``, which is a dataclass, named tuple or pydantic model, has a class, the names
+of the fields that were set, and the name and value of each field.
 
-Classes are those of ``agentrl_env.types`` and of the task's own package, at the top level of a module that is
+Classes must be in ``agentrl_env.types`` or in the task's own package, at the top level of a module that is
 already imported. A time zone is read by its name from the time zone database. Objects that a value refers to
 twice are decoded as two objects.
 """
@@ -42,11 +42,11 @@ from agentrl_env.environment import Environment
 from agentrl_env.errors import StateError
 
 MAX_BYTES = 1024 * 1024
-"""The largest state that is decoded."""
+"""Maximum size of a state that is decoded."""
 MAX_DEPTH = 100
-"""How deep values may be nested."""
+"""Maximum nesting of values."""
 MAX_VALUES = 500_000
-"""How many values a state may hold, one that it refers to twice counted twice."""
+"""Maximum number of values in a state. A value with two references counts twice."""
 SUPPORTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, range, set, frozenset, dict, deque, Counter, "
     "OrderedDict, defaultdict of builtin types, Decimal, Fraction, UUID, paths, dates, times and time zones "
@@ -62,13 +62,13 @@ _DTYPE = re.compile(
 )
 _ZONE = re.compile(r"\w+([/+-]\w+)*", re.ASCII)
 _FRACTION_BITS = 1 << 16
-"""Bits of a numerator or denominator. Larger ones take long to reduce."""
+"""Maximum number of bits in a numerator or denominator, since larger ones take long to reduce."""
 _FACTORIES: dict[Any, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}
 _BELOW = {"state": 2**128, "inc": 2**128, "has_uint32": 2, "uinteger": 2**32, "pos": 625, "buffer_pos": 5}
 _BELOW |= {"entropy": 1, "pool_size": 65, "n_children_spawned": 2**63}
-"""Bounds of the integers in a generator's state. NumPy does not check positions, and reads beyond."""
+"""Bounds of the integers in a generator's state. NumPy does not check positions and reads out of bounds."""
 
-_Step = tuple[Any, list[Any], int]  # a value, the list of what it holds, a position in it
+_Step = tuple[Any, list[Any], int]  # a value, the list of its contents, a position in the list
 _Array = tuple[str, list[Annotated[int, Meta(ge=0)]], bytes]
 _RandomState = tuple[Literal[3], tuple[int, ...], float | None]
 _Clock = tuple[str, Literal[0, 1], Any]  # ISO 8601 without the zone, fold, zone
@@ -77,9 +77,9 @@ _Generator = tuple[_BitGenerator, dict[str, Any], dict[str, Any]]
 
 
 def encode(value: Any, environment: type[Environment] | None = None) -> bytes:
-    """Return a state as ASCII JSON; it may hold classes of the task's package.
+    """Return a state as ASCII JSON. It can contain classes of the task's package.
 
-    Raises StateError where the state holds what is not supported, or itself, or is too deep or too large.
+    Raises StateError if the state contains an unsupported value or itself, or is too deep or too large.
     """
     try:
         node = _Encoder(_packages(environment)).encode(value)
@@ -90,7 +90,7 @@ def encode(value: Any, environment: type[Environment] | None = None) -> bytes:
 
 
 def decode(data: bytes, environment: type[Environment] | None = None) -> Any:
-    """Return the state that ``encode`` was given. Raises StateError; the bytes may be of any origin."""
+    """Return the state that ``encode`` received. Raises StateError. The bytes need not be trusted."""
     if len(data) > MAX_BYTES:
         raise StateError(f"the state has {len(data)} bytes; at most {MAX_BYTES} are decoded")
     try:
@@ -101,13 +101,16 @@ def decode(data: bytes, environment: type[Environment] | None = None) -> Any:
 
 @dataclass
 class _Encoder:
-    """Turns one state of a task in some packages into what ``json.dumps`` takes, and counts its values."""
+    """Converts a state to values for ``json.dumps``, and counts the values."""
 
     packages: list[str]
     values: int = 0
 
     def encode(self, value: Any, path: tuple[_Step, ...] = (), holder: Any = None) -> Any:
-        """Encode a value, or the list of what ``holder`` holds, within those of a path. Raises StateError."""
+        """Encode a value, or the list of the contents of ``holder``. Raises StateError.
+
+        ``path`` has the values that contain it.
+        """
         if _is_json(value):
             return value
         holder = value if holder is None else holder
@@ -128,20 +131,20 @@ class _Encoder:
         return [v if _is_json(v) else self.encode(v, (*path, (holder, value, n))) for n, v in items]
 
     def _content(self, value: Any) -> tuple[str, Any]:
-        """Return the tag of a value and its content, which is encoded in turn. Raises TypeError."""
+        """Return the tag of a value and its content, which is then encoded too. Raises TypeError."""
         kind = type(value)
         tag = _TAGS.get(kind) or ("scalar" if isinstance(value, np.generic) else None)
         if tag is not None:
             return tag, _ROWS[tag][1](value)
         key = _key(kind, self.packages)
         if key is None or (isinstance(value, Enum) and value.name not in kind.__members__):
-            # A combination of flags is no member.
+            # A combination of flags is not a member.
             raise TypeError(f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a "))
         return ("enum", [key, value.name]) if isinstance(value, Enum) else ("object", [key, *_fields(value)])
 
 
 def _decode(node: Any, packages: list[str], depth: int) -> Any:
-    """Return the value of what ``json.loads`` returned; any exception means that it is malformed."""
+    """Decode a value that ``json.loads`` returned. Any exception means that it is malformed."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} values")
     if isinstance(node, list):
@@ -156,12 +159,12 @@ def _decode(node: Any, packages: list[str], depth: int) -> Any:
     key, *content = convert(content, list)
     kind: Any = _find(convert(key, str), packages)
     if kind is None or issubclass(kind, Enum) != (tag == "enum"):
-        raise ValueError(f"the task's package has no {key} that a state may hold")
+        raise ValueError(f"the task's package has no {key} that a state can contain")
     return kind.__members__[convert(content, tuple[str])[0]] if tag == "enum" else _object(kind, *content)
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether a value is encoded as itself; of most states nearly all are."""
+    """Return True if a value is encoded as itself, which is true for most values."""
     kind = type(value)
     if kind is str:  # two surrogates would be decoded as one character
         return value.isascii() or not _SURROGATE.search(value)
@@ -177,14 +180,14 @@ def _where(path: tuple[_Step, ...]) -> str:
 
 
 def _packages(environment: type[Environment] | None) -> list[str]:
-    """Return the packages, or single modules, of a task and of the tasks that it derives from."""
+    """Return the packages, or single modules, of a task and of its base classes."""
     bases = environment.__mro__ if environment is not None else ()
     modules = [base.__module__ for base in bases if issubclass(base, Environment) and base is not Environment]
     return list(dict.fromkeys(getattr(sys.modules[name], "__package__", None) or name for name in modules))
 
 
 def _key(kind: type, packages: list[str]) -> str | None:
-    """Return the key of a class, or None: its name and its module within the package, wherever that is."""
+    """Return the key of a class, which is its name and its module's name in the package, or None."""
     module, name = kind.__module__, kind.__qualname__
     keys = [f"{module[len(p) + 1 :]}:{name}" for p in packages if f"{module}.".startswith(f"{p}.")]
     return next((key for key in [*keys, f"{_TYPES}:{name}"] if _find(key, packages) is kind), None)
@@ -197,7 +200,7 @@ def _find(key: str, packages: list[str]) -> type | None:
         module = sys.modules.get(module_name)
         found = vars(module).get(name) if isinstance(module, ModuleType) else None
         if isinstance(found, type) and found.__module__ == module_name:
-            # Its instances are made of named fields alone, or are members of an enum.
+            # Its instances consist only of named fields, or are members of an enum.
             plain = is_dataclass(found) and found.__new__ is object.__new__
             if plain or issubclass(found, Enum | BaseModel) or _is_named_tuple(found):
                 return found
@@ -215,7 +218,7 @@ def _field_names(kind: Any) -> list[str]:
 
 
 def _fields(value: Any) -> list[Any]:
-    """Return the fields that were set, of a pydantic model, then name and value of each field."""
+    """Return the set fields of a pydantic model, then the name and value of each field."""
     names, held, given = _field_names(type(value)), {*getattr(value, "__dict__", ())}, None
     if isinstance(value, BaseModel):
         held |= {*(value.__pydantic_extra__ or ()), *(value.__pydantic_private__ or ())}
@@ -227,7 +230,7 @@ def _fields(value: Any) -> list[Any]:
 
 
 def _object(kind: Any, given: Any, *pairs: Any) -> Any:
-    """Return an instance of a dataclass, named tuple or pydantic model without running code of its class."""
+    """Return an instance of a dataclass, named tuple or pydantic model without running its class's code."""
     attributes, names = _dict(pairs), _field_names(kind)
     if not attributes.keys() <= set(names):
         raise ValueError(f"not the fields of {kind.__qualname__}")
@@ -257,15 +260,15 @@ def _array_content(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _array(content: _Array) -> np.ndarray[Any, Any]:
-    """Return an array. Its memory holds only what NumPy itself would have written there."""
+    """Return an array whose memory contains only values that NumPy itself can write."""
     dtype, shape, data = content
     if not _DTYPE.fullmatch(dtype):
-        raise ValueError(f"no plain dtype: {dtype[:50]}")
+        raise ValueError(f"not a plain dtype: {dtype[:50]}")
     array = np.frombuffer(bytearray(data), np.dtype(dtype))
     order, kind = dtype[0], dtype[1]
     unit, largest = (f"{order}u4", sys.maxunicode) if kind == "U" else ("u1", 1 if kind == "b" else 255)
     if np.any(array.view(unit) > largest):
-        raise ValueError("text that is no Unicode, or booleans that are neither true nor false")
+        raise ValueError("text that is not Unicode, or booleans that are neither true nor false")
     return array.reshape(shape)
 
 
@@ -319,7 +322,7 @@ def _generator_content(generator: np.random.Generator) -> list[Any]:
     bits: Any = generator.bit_generator
     name, seeds = type(bits).__name__, bits.seed_seq
     if name not in get_args(_BitGenerator) or type(bits) is not getattr(np.random, name):
-        return [bits]  # which is not supported
+        return [bits]  # not supported
     return [name, bits.state, (seeds if type(seeds) is SeedSequence else SeedSequence(0)).state]
 
 
@@ -333,7 +336,7 @@ def _generator(content: _Generator) -> np.random.Generator:
 
 
 def _check_form(state: Any, pattern: Any) -> None:
-    """Raise ValueError unless a state has the form of another one, and its integers are in bounds."""
+    """Raise ValueError unless a state has the form of ``pattern`` and its integers are in bounds."""
 
     def form(value: Any, bound: int = 0) -> Any:
         if isinstance(value, dict):
@@ -348,7 +351,7 @@ def _check_form(state: Any, pattern: Any) -> None:
 
 
 _ROWS: dict[str, tuple[type, Callable[[Any], Any], Any, Callable[[Any], Any]]] = {
-    # tag: type, its content, which is encoded in turn, type of the decoded content, value with that content
+    # tag: type, function for its content, type of the decoded content, function from content to value
     "int": (int, hex, str, lambda text: int(text, 16)),
     "float": (float, repr, str, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__),
     "str": (str, lambda text: [*map(ord, text)], list[int], lambda codes: "".join(map(chr, codes))),

@@ -30,11 +30,11 @@ class Tasks:
     """Environment classes by task name, started once and stopped once.
 
     Args:
-        environments: the tasks; two of one name raise DefinitionError.
-        threads: maximum number of threads for the blocking author code of one task; each has its own, so
-            that calls of another task cannot occupy all.
-        oracle: whether ``expert`` calls are offered.
-        calls: shows the calls that run.
+        environments: the tasks. Two tasks with one name raise DefinitionError.
+        threads: maximum number of threads for the blocking author code of one task. Each task has its own
+            threads, so that calls of another task cannot occupy all of them.
+        oracle: offer ``expert`` calls.
+        calls: shows the running calls.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Tasks:
         self._datasets: dict[str, Dataset] = {}
         self._starting: asyncio.Task[tuple[TaskInfo, ...]] | None = None
         self._starters: dict[str, Executor] = {}
-        """Executors of ``startup``, by task."""
+        """Executors of ``startup`` by task."""
         self._ending = False
         loop_share = LoopShare()
         for environment in environments:
@@ -66,11 +66,11 @@ class Tasks:
             self.threads[environment.name] = ThreadPool(threads, loop_share, calls)
 
     def environment(self, task: str) -> type[Environment]:
-        """Return the class of a task; an empty name means the only one. Raises UnknownTask."""
+        """Return the class of a task. An empty name means the only task. Raises UnknownTask."""
         return self._classes[choose_task(task, self._classes)]
 
     async def describe(self) -> tuple[TaskInfo, ...]:
-        """Return the descriptions; the first call runs ``startup`` of each task."""
+        """Return the descriptions of all tasks. The first call runs ``startup`` of each task."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._startup())
         return await asyncio.shield(self._starting)
@@ -93,23 +93,23 @@ class Tasks:
 
     @property
     def abandoned_threads(self) -> int:
-        """Number of threads whose job runs past its deadline."""
+        """Number of threads with a job past its deadline."""
         return sum(threads.abandoned for threads in self.threads.values())
 
     @property
     def blocking(self) -> list[str]:
-        """Names of the tasks whose plain methods run on threads."""
+        """Names of the tasks with plain methods that run on threads."""
         return [name for name, environment in self._classes.items() if environment.blocking]
 
     def exhausted(self, task: str) -> bool:
-        """Return whether the author code of a task needs a thread, and none is free."""
+        """Return True if the author code of a task needs a thread and none is free."""
         return self._classes[task].blocking and self.threads[task].exhausted
 
     async def aclose(self) -> None:
         """Run ``shutdown`` of each task that was started.
 
-        A ``startup`` under way is waited for, within its deadline: ``shutdown`` could not release what it
-        opens later. No further one begins.
+        A running ``startup`` is awaited until its deadline, since ``shutdown`` could not release what it
+        opens later. No further ``startup`` begins.
         """
         starting, self._starting = self._starting, None
         if starting is None:
@@ -145,7 +145,7 @@ class Tasks:
                     "%s of task %s failed", method.__name__, environment.name, exc_info=author_frames(error)
                 )
                 text, what = describe(error, method), f"{call} of task {environment.name!r}"
-                own = f"{type(error).__name__}: {what}"  # a sentence that names the call already
+                own = f"{type(error).__name__}: {what}"  # the text already names the call
                 failure = text.partition(": ")[2] if text.startswith(own) else f"{what} failed: {text}"
                 raise EnvironmentFailed(failure) from error
         return tuple(infos)
@@ -166,7 +166,7 @@ class Tasks:
         )
 
     async def _run(self, environment: type[Environment], function: Callable[..., Any], *args: Any) -> Any:
-        """Run author code that belongs to no session."""
+        """Run author code that does not belong to a session."""
         executor = self._executor(environment)
         executor.opening = function == self._datasets[environment.name].sample
         return await executor.run(partial(function, *args), environment.reset_timeout)

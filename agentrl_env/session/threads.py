@@ -1,9 +1,9 @@
-"""Threads for author code that may block.
+"""Threads for author code that can block.
 
-With 64 callers, a hop to a thread and back takes 31 us with ``concurrent.futures`` and 50 us with
-``anyio.to_thread``, more than most tools take. Here it takes 5 us: an awake thread takes one job after
-another, their results reach the event loop together, and more threads wake only where jobs wait for longer
-than a hop. The threads are daemons, and one that hangs is replaced, which ``ThreadPoolExecutor`` cannot do.
+With 64 callers, running a call on a thread adds 31 us with ``concurrent.futures`` and 50 us with
+``anyio.to_thread``, which is longer than most tools run. Here it adds 5 us: an awake thread takes one job
+after another, results reach the event loop together, and more threads wake only if jobs wait for longer than
+this. Unlike ``ThreadPoolExecutor``, the threads are daemons, and threads that hang are replaced.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from agentrl_env.errors import AUTHOR_ERRORS, ServerFull
 from agentrl_env.session.loop_share import LoopShare
 
 SCALE_EVERY_S = 0.002
-"""Interval in which the pool looks whether waiting jobs need more threads."""
+"""Seconds between checks whether waiting jobs need more threads."""
 QUICK_JOBS = 20
-"""Jobs per thread and interval above which jobs are quick, and more threads would not help."""
+"""Jobs per thread and interval above which jobs count as quick, so that more threads would not help."""
 REPLACEMENT_FACTOR = 4
-"""Maximum number of threads, as a multiple of ``limit``, where jobs never return."""
+"""Maximum number of threads, as a multiple of ``limit``, if some jobs never return."""
 MIN_CEILING = 256
-"""Lower bound of that maximum."""
+"""Lower bound of the maximum number of threads."""
 WATCH_S = 0.02
-"""Interval in which new jobs that have not ended get a timer for their deadline."""
+"""Seconds after which a new job that has not ended gets a timer for its deadline."""
 STALLED_S = 5.0
-"""Seconds in which no thread of a full pool takes a job, after which the pool counts as exhausted."""
+"""A full pool counts as exhausted if no thread takes a job for this many seconds."""
 ID_BYTES, ROW_BYTES = 64, 80
-"""Length of the session id at the beginning of a row of ``RunningCalls``, and of the row."""
+"""Lengths of the session id at the start of a row of ``RunningCalls``, and of the whole row."""
 LOOP_ROW = slice(0, ID_BYTES)
-"""Place of the session id in the row of the event loop."""
+"""Position of the session id in the event loop's row."""
 NO_CALL = ord(" ")
 """First byte of a row without a call."""
 
@@ -51,14 +51,14 @@ Outcome = tuple[Any, BaseException | None]
 
 
 class RunningCalls:
-    """The sessions whose author code runs now, in memory that the watchdog's process can read.
+    """The sessions whose author code is running, in memory that the watchdog's process can read.
 
-    A row for the event loop, then one for each thread: the id of the session, or a space where no call runs,
-    the id of the thread, and a line break. One row of the process's own memory is the default, which nobody
-    reads.
+    The first row is for the event loop, and the others are for threads. A row has the id of the session, or a
+    space if no call runs, then the id of the thread and a line break. By default there is a single row in the
+    process's own memory, which is not read.
 
     Args:
-        memory: the rows, such as a mapped file; threads beyond its end are not shown.
+        memory: the rows, such as a mapped file. Threads beyond its end are not shown.
     """
 
     def __init__(self, memory: mmap | bytearray | None = None) -> None:
@@ -67,7 +67,7 @@ class RunningCalls:
         self._claim(LOOP_ROW)
 
     def row(self) -> tuple[mmap | bytearray, slice]:
-        """Return memory for the calls of this thread, and the place of the session's id in it."""
+        """Return the memory for the calls of this thread, and the position of the session's id in it."""
         try:
             row = self._free.pop()
         except IndexError:
@@ -76,7 +76,7 @@ class RunningCalls:
         return self.memory, row
 
     def release(self, memory: mmap | bytearray, row: slice) -> None:
-        """Return the row of a thread that ends."""
+        """Give back the row of a thread that ends."""
         if memory is self.memory:
             self._free.append(row)
 
@@ -86,7 +86,7 @@ class RunningCalls:
 
 
 class Job:
-    """A call on a thread. Its deadline starts anew when a thread takes it."""
+    """A call on a thread. Its deadline restarts when a thread takes it."""
 
     __slots__ = (
         "_ended",
@@ -111,18 +111,18 @@ class Job:
         self._inbox = inbox
         self._made = time.monotonic()
         self.began: float | None = None
-        """When a thread took it."""
+        """Time at which a thread took the job."""
         self._outcome: Outcome = (None, None)
         self._ended: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.answer: asyncio.Future[Outcome] = inbox.loop.create_future()
-        """Outcome or AuthorTimeout; cancelled where the caller gave up."""
+        """Outcome or AuthorTimeout. Cancelled if the caller gave up."""
         self.ran = False
-        """True if the thread is done with it."""
+        """True if the thread has finished the call."""
         self.session = session
         """Id of the session, for ``RunningCalls``."""
         self.opening = opening
-        """True if its session is not open yet, and may be refused."""
+        """True if the job's session is not open yet, so that it can be refused."""
 
     @property
     def waited_s(self) -> float:
@@ -136,16 +136,16 @@ class Job:
                 self._outcome = self._function(), None
             except AUTHOR_ERRORS as error:
                 self._outcome = None, error
-            except BaseException as error:  # of a kind that would end more than this call
+            except BaseException as error:  # such as SystemExit, which would end more than this call
                 self._outcome = None, RuntimeError(f"{type(error).__name__} was raised")
         self.ran = True
 
     def finish(self) -> None:
-        """Send the outcome to the event loop; called from the thread."""
+        """Send the outcome to the event loop. Called from the thread."""
         self._inbox.put(self)
 
     def deliver(self) -> None:
-        """Hand the outcome to the caller, on the event loop."""
+        """Pass the outcome to the caller, on the event loop."""
         if self._timer is not None:
             self._timer.cancel()
         if self._ended is not None:
@@ -154,7 +154,7 @@ class Job:
             self.answer.set_result(self._outcome)
 
     def check_deadline(self) -> None:
-        """Answer AuthorTimeout at the deadline, and have a thread that is still busy replaced."""
+        """At the deadline, return AuthorTimeout to the caller and replace a thread that is still busy."""
         left = (self.began or self._made) + self._timeout - time.monotonic()
         if self.ran:
             return
@@ -169,18 +169,18 @@ class Job:
             self.answer.set_result((None, AuthorTimeout(f"{state} {self._timeout:g} s")))
 
     def refuse(self) -> None:
-        """Answer ServerFull where no thread has taken it."""
+        """Return ServerFull to the caller if no thread has taken the job."""
         if not self.answer.done() and self.waited_s > STALLED_S:
             reason = f"no thread of this server came free within {STALLED_S:g} s; open sessions elsewhere"
             self.answer.set_result((None, ServerFull(reason, retry_after=10)))
 
     async def ended(self, timeout: float) -> None:
-        """Wait until the thread is done with it, even after the deadline; at most ``timeout`` seconds.
+        """Wait up to ``timeout`` seconds until the thread has finished, even after the deadline.
 
-        Its caller has given up; where the thread is still busy it is replaced.
+        The caller has given up. If the thread is still busy, it is replaced.
         """
         if self.began is None and self.answer.done():
-            return  # no thread begins it any more
+            return  # no thread will start it
         if not self.ran:
             if self.began is not None:
                 self._inbox.abandon(self)
@@ -191,23 +191,23 @@ class Job:
 
 
 class _Inbox:
-    """Jobs that threads have finished, on their way to one event loop; also checks deadlines."""
+    """Delivers finished jobs to one event loop, and checks the deadlines of jobs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, abandon: Callable[[Job], None]) -> None:
         self.loop = loop
         self.abandon = abandon
-        """Callback for a job that runs past its deadline."""
+        """Called with a job that runs past its deadline."""
         self.scaling = False
-        """True if this loop looks after the number of threads."""
+        """True if this loop adjusts the number of threads."""
         self._finished: deque[Job] = deque()
         self._scheduled = False
         self._new: list[Job] = []
 
     def put(self, job: Job) -> None:
-        """Deliver a finished job; called from any thread."""
+        """Deliver a finished job. Called from any thread."""
         self._finished.append(job)
         if self._scheduled:
-            return  # the delivery that is scheduled finds this job too
+            return  # the scheduled delivery includes this job
         self._scheduled = True
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._deliver)
@@ -219,7 +219,7 @@ class _Inbox:
         self._new.append(job)
 
     def _deliver(self) -> None:
-        self._scheduled = False  # before the jobs: a later one schedules again
+        self._scheduled = False  # before the jobs are taken, so that a later job schedules again
         while self._finished:
             self._finished.popleft().deliver()
 
@@ -230,19 +230,19 @@ class _Inbox:
 
 
 class ThreadPool:
-    """At most ``limit`` daemon threads: code that never returns cannot keep the process alive.
+    """At most ``limit`` daemon threads, so that code that never returns cannot keep the process alive.
 
-    Jobs start in order. While one waits, at least one thread is awake: the first job that has to wait wakes
-    one, and a thread goes to sleep only where it sees, under the same lock, that none waits. Where the awake
-    threads do not keep up, the event loop wakes more.
+    Jobs start in order. While a job waits, at least one thread is awake: the first waiting job wakes a
+    thread, and a thread goes to sleep only after checking, under the same lock, that no job waits. If the
+    awake threads do not keep up, the event loop wakes more.
 
-    A thread whose job runs past its deadline may never return. It is replaced, up to a ceiling; where it
-    does return, it ends.
+    A thread whose job runs past its deadline might never return. It is replaced, up to a maximum number of
+    threads. If its job does return, the thread ends.
 
     Args:
         limit: maximum number of threads.
-        loop_share: of the calls that run on no thread; pools of one event loop share it.
-        calls: shows the calls that run.
+        loop_share: limits the calls that run on the event loop. All pools of an event loop share it.
+        calls: shows the running calls.
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class ThreadPool:
         self._limit = limit
         self._ceiling = max(limit * REPLACEMENT_FACTOR, MIN_CEILING)
         self._lock = threading.Lock()
-        """Guards the next seven."""
+        """Guards the next seven attributes."""
         self._jobs: deque[Job] = deque()
         self._taken = 0
         self._taken_at = 0.0
-        """When a job was taken last."""
+        """Time at which a thread last took a job."""
         self._started = 0
         self._asleep = 0
-        """Threads that sleep and have not been woken."""
+        """Number of threads that sleep and have not been woken."""
         self._abandoned: set[Job] = set()
-        """Jobs that run past their deadline; each occupies a thread."""
+        """Jobs past their deadline. Each occupies a thread."""
         self._stopped = False
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: _Inbox | None = None
@@ -274,12 +274,12 @@ class ThreadPool:
 
     @property
     def abandoned(self) -> int:
-        """Number of threads whose job runs past its deadline."""
+        """Number of threads with a job past its deadline."""
         return len(self._abandoned)
 
     @property
     def exhausted(self) -> bool:
-        """True where no thread is free, and none has been for ``STALLED_S`` seconds, or may ever be."""
+        """True if no thread is free and either none was for ``STALLED_S`` seconds or none can ever be."""
         if len(self._abandoned) >= self._ceiling:
             return True
         full = not self._asleep and self._started >= self._allowed()
@@ -292,11 +292,11 @@ class ThreadPool:
         session: bytes = b" " * ID_BYTES,
         opening: bool = False,
     ) -> Job:
-        """Call ``function`` on a thread; ``answer`` of the job is its outcome.
+        """Call ``function`` on a thread. The job's ``answer`` is its outcome.
 
-        That is AuthorTimeout where no thread comes free within ``timeout`` seconds, or where the call takes
-        longer, and ServerFull for a call of an opening where no thread comes free at all. Raises RuntimeError
-        where the system cannot start a single thread.
+        The outcome is AuthorTimeout if no thread becomes free within ``timeout`` seconds or the call takes
+        longer. For a call of an opening it is ServerFull if no thread becomes free at all. Raises
+        RuntimeError if the system cannot start a single thread.
         """
         loop = asyncio.get_running_loop()
         inbox = self._inbox
@@ -314,17 +314,17 @@ class ThreadPool:
         return job
 
     def stop(self) -> None:
-        """Let the threads end as soon as no job waits."""
+        """Let the threads end once no job waits."""
         with self._lock:
             self._stopped = True
             self._wake(self._asleep)
 
     def _scale(self, inbox: _Inbox, taken: int) -> None:
-        """Double the awake threads where they do not keep up.
+        """Double the number of awake threads if they do not keep up.
 
         Args:
-            inbox: of the event loop that looks.
-            taken: number of jobs taken by the previous look.
+            inbox: inbox of the event loop that checks.
+            taken: number of jobs taken at the previous check.
         """
         with self._lock:
             waiting, awake = len(self._jobs), self._started - self._asleep
@@ -344,11 +344,11 @@ class ThreadPool:
                 self._abandoned.add(job)
 
     def _allowed(self) -> int:
-        """Return the number of threads that there may be; the caller holds the lock."""
+        """Return the allowed number of threads. The caller holds the lock."""
         return min(self._limit + len(self._abandoned), self._ceiling)
 
     def _wake(self, number: int) -> None:
-        """Wake or start threads, up to the limit; the caller holds the lock."""
+        """Wake or start threads, up to the limit. The caller holds the lock."""
         for _ in range(number):
             if self._asleep:
                 self._asleep -= 1
@@ -359,7 +359,7 @@ class ThreadPool:
                 except RuntimeError:
                     if not self._started:
                         raise
-                    return  # the threads that exist take the job later
+                    return  # the existing threads take the job later
                 self._started += 1
 
     def _work(self) -> None:
@@ -370,7 +370,7 @@ class ThreadPool:
                 end = False
                 if done in self._abandoned:
                     self._abandoned.remove(done)
-                    end = self._started > self._allowed()  # it has been replaced
+                    end = self._started > self._allowed()  # the thread has been replaced
                 job = self._jobs.popleft() if self._jobs and not end else None
                 end = end or (job is None and self._stopped)
                 if job is not None:
@@ -380,13 +380,13 @@ class ThreadPool:
                     self._started -= 1
                 else:
                     self._asleep += 1
-            if done is not None:  # only now: the job that follows from its result must find this thread free
+            if done is not None:  # after the lock, so that a following job finds this thread free
                 done.finish()
             if end:
                 self.calls.release(memory, row)
                 return
             if job is None:
-                done = None  # a thread that waits keeps no environment in memory
+                done = None  # so that a waiting thread keeps no environment in memory
                 self._wake_ups.get()
             else:
                 memory[row] = job.session

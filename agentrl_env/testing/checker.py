@@ -227,7 +227,7 @@ class _Watch:
 
 
 def _is_hook(context: CheckContext, block: Block) -> bool:
-    """Return whether a block is ``startup`` or ``shutdown`` of the task."""
+    """Return True if a block is ``startup`` or ``shutdown`` of the task."""
     bases = context.environment.__mro__ if context.environment else ()
     return block.function in {f"{base.__name__}.{name}" for base in bases for name in ("startup", "shutdown")}
 

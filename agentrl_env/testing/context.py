@@ -180,9 +180,9 @@ class CheckContext:
     blocks: list[Block] = field(default_factory=list)
     """Calls of the task that blocked the event loop of this process."""
     failures: dict[str, list[str]] = field(default_factory=lambda: {"close": [], "shutdown": []})
-    """What these methods of the task raised in this process, where no caller gets it."""
+    """What these methods of the task raised in this process, if no caller gets it."""
     not_closed: str = ""
-    """Why the client could not be closed after the checks; empty where it was."""
+    """Why the client could not be closed after the checks; empty if it was."""
     longest: tuple[int, str] | None = None
     """The characters of the longest answer, and the message that it answers."""
     shared: SharedState | None = None
@@ -224,7 +224,7 @@ class CheckContext:
     def while_time(self, items: Iterable[T], least: int = 2) -> Iterator[T]:
         """Yield items until half of the deadline has passed, but at least ``least`` of them.
 
-        Only these where the task blocks the event loop: the verdict is known, and each call takes long.
+        Only these if the task blocks the event loop: the verdict is known, and each call takes long.
         """
         for count, item in enumerate(items):
             late = self.clock() - self._begin > self.deadline / 2
@@ -307,9 +307,9 @@ class CheckContext:
             raise EpisodesBroke(broken)
 
     async def asked_twice(self, count: int) -> AsyncIterator[tuple[Rollout, str | None]]:
-        """Yield episodes whose expert was asked twice in each turn, with the two moves where they differ.
+        """Yield episodes whose expert was asked twice in each turn, with the two moves if they differ.
 
-        One episode of a sample plays the moves of the expert, another those of a random policy. Ends where
+        One episode of a sample plays the moves of the expert, another those of a random policy. Ends if
         the expert fails. Raises EpisodesBroke if all episodes do.
         """
         differs: list[str] = []
@@ -344,7 +344,7 @@ class CheckContext:
             raise EpisodesBroke(broken)
 
     async def why_lost(self, session: ClientSession) -> str:
-        """Return why no other server could continue a session; "" where one could, or it runs elsewhere."""
+        """Return why no other server could continue a session; "" if one could, or it runs elsewhere."""
         backend = self.client.backend
         if not isinstance(backend, LocalBackend):
             return ""
@@ -367,7 +367,7 @@ class CheckContext:
         self._expert_failed = True
 
     def place_of(self, method: str) -> str:
-        """Return the file and line of a method of the task in brackets; "" where it runs elsewhere."""
+        """Return the file and line of a method of the task in brackets; "" if it runs elsewhere."""
         where = place(getattr(self.environment, method)) if self.environment else ""
         return f" ({where})" if where else ""
 
@@ -453,7 +453,7 @@ class CheckContext:
 
 
 def failure_reason(result: StepResult) -> str | None:
-    """Return the reason of a result whose environment failed; None if it did not."""
+    """Return the reason of a result whose environment failed, or None if it did not."""
     if result.status is not SessionStatus.FAILED_ENVIRONMENT:
         return None
     error = result.info.get("error", "no reason given")
@@ -504,7 +504,7 @@ def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | Modul
 
 
 def _content(value: Any) -> bytes | None:
-    """Return what is compared of a value; None where it cannot be."""
+    """Return what is compared of a value, or None if it cannot be."""
     try:
         return encode(value)
     except (StateError, ValueError):  # not plain data, too large, or not a finite number

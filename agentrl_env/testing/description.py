@@ -148,7 +148,7 @@ async def _split_problem(context: CheckContext, split: str) -> str | None:
 async def _problem_keys(context: CheckContext) -> dict[str, dict[str, int]]:
     """Return, for each split, the keys of some problems (their data, else their seed), and their indices.
 
-    The splits take turns, so that each is compared where time runs out.
+    The splits take turns, so that each is compared if time runs out.
     """
     splits = list(context.task.splits)
     share = max(COMPARED // len(splits), COMPARED_AT_LEAST)

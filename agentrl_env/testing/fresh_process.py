@@ -38,7 +38,7 @@ class CannotRead(Exception):
 
 
 def target_of(environment: type[Environment]) -> str | None:
-    """Return the target by which another process imports a class; None if it should not, or cannot.
+    """Return the target by which another process imports a class, or None if it should not, or cannot.
 
     A class that a bridge made has it as ``__target__``.
 

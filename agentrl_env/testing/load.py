@@ -39,7 +39,7 @@ def measure_load(
         task: Name of the task; None if there is only one.
         sessions: Sessions to hold at once.
         seconds: Seconds in which steps are counted.
-        deadline: Seconds in which they are counted where that time saw no episode begin, and in which the
+        deadline: Seconds in which they are counted if that time saw no episode begin, and in which the
             sessions have to open.
 
     Raises:
@@ -64,7 +64,7 @@ def measure_load(
 
 
 def _count(count: Callable[..., LoadResult], seconds: float, deadline: float) -> LoadResult | None:
-    """Count steps, and again for longer where no episode began; return None where no step ended."""
+    """Count steps, and again for longer if no episode began; return None if no step ended."""
     found = None
     for time_s in (seconds, deadline):
         with contextlib.suppress(AgentRLError):  # no step has ended
@@ -84,7 +84,7 @@ async def hold_sessions(
 ) -> tuple[int, int | None]:
     """Return the sessions that are open at once when all are, or at the deadline, and their memory.
 
-    The memory is None where some were opening at the deadline, as the server has that of these as well.
+    The memory is None if some were opening at the deadline, as the server has that of these as well.
     """
     async with client:
         before = tree_memory(pid)
@@ -113,7 +113,7 @@ async def _close(session: ClientSession) -> None:
 
 
 def tree_memory(pid: int) -> int | None:
-    """Return the bytes of memory of a process and its descendants; None where /proc does not tell."""
+    """Return the bytes of memory of a process and its descendants, or None if /proc does not tell."""
     try:
         total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         children = [

@@ -103,9 +103,9 @@ class SplitQuality(_Frozen):
     asked: int
     """Samples that each policy was to play."""
     played: int
-    """Samples that were played without a failure: by the expert, or by empty turns where there is none."""
+    """Samples that were played without a failure: by the expert, or by empty turns if there is none."""
     distinct: int | None
-    """Different problems among them; None where neither data nor an expert tells."""
+    """Different problems among them; None if neither data nor an expert tells."""
     policies: dict[str, PolicyScore]
     groups: GroupScore | None = None
 
@@ -120,10 +120,10 @@ class Load(_Frozen):
     asked: int
     """Sessions that were asked for."""
     mb_per_session: float | None
-    """Memory of the server and its child processes for each of them; None where it cannot be told."""
+    """Memory of the server and its child processes for each of them; None if it cannot be told."""
     episodes_per_s: float | None
     steps_per_s: float | None
-    """Both are None where no step ended in time."""
+    """Both are None if no step ended in time."""
 
 
 class TaskQuality(_Frozen):
@@ -140,7 +140,7 @@ class TaskQuality(_Frozen):
     findings: tuple[str, ...] = ()
 
     def mean(self, policy: str, figure: str) -> float | None:
-        """Return the mean over the splits of a figure of a policy, such as ``success``; None without any."""
+        """Return the mean of a policy's figure, such as ``success``, over the splits, or None without any."""
         scores = [split.policies[policy] for split in self.splits.values() if policy in split.policies]
         return mean(getattr(own, figure) for own in scores)
 
@@ -409,7 +409,7 @@ def _habits(episodes: Sequence[tuple[int, Episode]]) -> Habits:
 
 
 def _typical(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> list[Rollout]:
-    """Return the episodes that did not fail: of the expert, or of empty turns where there is none."""
+    """Return the episodes that did not fail: of the expert, or of empty turns if there is none."""
     name = "expert" if "expert" in played else "nothing"
     return [episode.rollout for _, episode in played[name] if episode.rollout and not episode.error]
 
@@ -434,6 +434,6 @@ def _summary(rollout: Rollout) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None without any."""
+    """Return the mean of the values that are known, or None without any."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None

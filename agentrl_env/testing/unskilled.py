@@ -288,7 +288,7 @@ def _source(value: Any, rollout: Rollout) -> tuple[Any, ...]:
 
 
 def _message(move: tuple[Any, ...], rollout: Rollout) -> Message | None:
-    """Return the message of a move in this episode; None if it needs an option that is not listed."""
+    """Return the message of a move in this episode, or None if it needs an option that is not listed."""
     name, *sources = move
     values = {argument: _value(source, rollout) for argument, source in sources}
     if None in values.values():

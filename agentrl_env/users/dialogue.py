@@ -154,7 +154,7 @@ class Dialogue:
 
         class Desk(Environment):
             async def reset(self, sample, rng):
-                self.dialogue = Dialogue(ScriptedUser(["Where is my parcel?", "It is W17.", "Thank you."]))
+                self.dialogue = Dialogue(ScriptedUser(["If is my parcel?", "It is W17.", "Thank you."]))
                 return await self.dialogue.open()
 
             async def respond(self, text):

@@ -52,7 +52,7 @@ class Endpoint:
 
     @classmethod
     def from_variables(cls, prefix: str) -> Endpoint | None:
-        """Return the endpoint that environment variables name; None if ``{prefix}_URL`` is not set.
+        """Return the endpoint that environment variables name, or None if ``{prefix}_URL`` is not set.
 
         ``{prefix}_MODEL``, ``{prefix}_KEY``, ``{prefix}_TEMPERATURE`` and ``{prefix}_CACHE`` are optional.
 

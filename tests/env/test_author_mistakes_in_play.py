@@ -230,7 +230,7 @@ EXPERT_AND_STATE = {
         "def reset(self, sample, rng):\n    self.lock = self.threading.Lock()\n    return 'Guess.'\n"
         "def snapshot(self):  # here\n    return vars(self)\ndef restore(self, state): ...\n",
         "TypeError: cannot pickle '_thread.lock' object: the state holds 'lock', a lock, which cannot be "
-        "copied; leave it out, and make it anew in restore()",
+        "copied; leave it out, and create it again in restore()",
     ),
     "an error in snapshot": (
         "def snapshot(self):\n    return self.n  # here\ndef restore(self, state): ...\n",

@@ -14,7 +14,7 @@ _POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""Allows only these files; images may also come within an answer."""
+"""Content security policy: only the dashboard's own files, and images embedded in answers."""
 
 
 def _read() -> dict[str, tuple[bytes, str]]:

@@ -1,4 +1,4 @@
-"""The last hour of a server or fleet, from which the dashboard draws its curves."""
+"""The last hour of a server or fleet, which the dashboard draws as curves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.types import FleetPoint, SessionStatus
 
 EVERY_S, KEPT_S = 10.0, 3600.0
-"""Interval of the points, and seconds for which they are kept."""
+"""Seconds between points, and seconds for which points are kept."""
 FAILED = (SessionStatus.FAILED_ENVIRONMENT.value, SessionLost.type)
-"""Statuses of sessions that ended without a result."""
+"""Statuses of sessions without a result."""
 
 
 class History:
-    """Points in time of a serving process, oldest first.
+    """A time series of a serving process's counters, oldest point first.
 
     Args:
         metrics: counters of the process.
         gauges: returns the gauges of ``/metrics``.
-        clock: Unix time, in seconds.
+        clock: returns the Unix time in seconds.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class History:
         self._points: deque[FleetPoint] = deque(maxlen=int(KEPT_S / EVERY_S))
 
     def take(self) -> None:
-        """Add the present state."""
+        """Add a point with the current state."""
         gauges, tasks = self._gauges(), self._metrics.by_task().values()
         self._points.append(
             FleetPoint(

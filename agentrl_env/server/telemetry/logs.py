@@ -1,8 +1,8 @@
 """The log of a serving process: one line per event, as text or as JSON.
 
-Without ``messages`` it tells nothing of what models and environments say: of an exception it shows types,
-files and lines, because its text may quote arguments, and of libraries that quote what they carry the place
-of the record. Nothing that is logged can pass for another line, or for a terminal's control sequence.
+Without ``messages`` the log omits everything that models and environments write. It shows only the types,
+files and lines of an exception, whose text might quote arguments, and only the place of records from
+libraries that might quote messages. Logged text cannot imitate another line or a terminal control sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agentrl_env.server.auth import caller
 LogFormat = Literal["text", "json"]
 logger = logging.getLogger("agentrl_env")
 _LIBRARIES = ("asyncio", "httpcore", "httpx", "mcp", "py", "uvicorn", "websockets")
-"""Loggers whose records may quote messages; ``py`` is that of Python's warnings."""
+"""Loggers whose records might quote messages. ``py`` is the logger of Python's warnings."""
 _WORDLESS = {"asyncio": re.compile(r"[\w ]+"), "py": re.compile(r".*?:\d+: \w+")}
-"""Beginnings of their texts that quote nothing: what happened, and place and kind of a warning."""
+"""The first part of their texts, which quotes nothing: the event, or the place and kind of a warning."""
 _FRAMES, _CAUSES = 40, 20
-"""Frames of a traceback, and exceptions, that are shown; a recursion has a thousand."""
+"""Maximum numbers of frames and of chained exceptions in a traceback. A recursion has a thousand frames."""
 
 
 def configure_logs(form: LogFormat = "text", *, level: str | None = None, messages: bool = False) -> None:
@@ -36,8 +36,8 @@ def configure_logs(form: LogFormat = "text", *, level: str | None = None, messag
 
     Args:
         form: one readable line per event, or one JSON object.
-        level: lowest level; by default ``info`` as JSON, and ``warning`` as text, with the drain and the end
-            of the process.
+        level: lowest level. The default is ``info`` for JSON. For text it is ``warning``, plus the drain and
+            the end of the process.
         messages: also log the messages of models and environments.
     """
     logging.getLogger("agentrl_env.messages").setLevel(logging.DEBUG if messages else logging.WARNING)
@@ -51,7 +51,7 @@ def configure_logs(form: LogFormat = "text", *, level: str | None = None, messag
         logging.getLogger("agentrl_env.process").setLevel(logging.INFO)
     if not messages:
         for name in _LIBRARIES:
-            logging.getLogger(name).setLevel(logging.WARNING)  # below, they log whole frames
+            logging.getLogger(name).setLevel(logging.WARNING)  # at lower levels they log whole frames
     logging.captureWarnings(True)
     sys.unraisablehook = threading.excepthook = _log_uncaught
 
@@ -60,7 +60,7 @@ class _Lines(logging.Formatter):
     """One line per record.
 
     Args:
-        messages: show the texts of exceptions, and of libraries that quote what they carry.
+        messages: include the texts of exceptions and of libraries that might quote messages.
     """
 
     def __init__(self, *, messages: bool = False) -> None:
@@ -69,7 +69,7 @@ class _Lines(logging.Formatter):
 
 
 class JsonLines(_Lines):
-    """One JSON object per record: time, level, event, facts, client, and the traceback of an exception."""
+    """One JSON object per record: time, level, event, facts, client and the traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -87,7 +87,7 @@ class JsonLines(_Lines):
 
 
 class TextLines(_Lines):
-    """Time, level and event, then each fact as ``name=value``; a traceback follows on indented lines."""
+    """Time, level and event, then each fact as ``name=value``. A traceback follows on indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""
@@ -100,7 +100,7 @@ class TextLines(_Lines):
 
 
 def escaped(text: str) -> str:
-    """Return text in which control characters and line breaks are escaped."""
+    """Return text with control characters and line breaks escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -140,7 +140,7 @@ def outline(error: BaseException, seen: set[int] | None = None) -> Iterator[str]
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in frames[-_FRAMES:]:
         code = frame.f_code
-        # Code without a file may be the agent's, with names of its own.
+        # Code without a file might come from the agent, with names that it chose.
         where = f'"{code.co_filename}", line {line}, in {code.co_name}'
         yield f"File {where if os.path.isfile(code.co_filename) else f'<none>, line {line}'}"
     yield type_name(type(error))
@@ -151,7 +151,7 @@ def type_name(kind: type[BaseException]) -> str:
     for base in kind.__mro__:
         try:
             found = attrgetter(base.__qualname__)(sys.modules[base.__module__])
-        except Exception:  # made by a call, or by the agent's code
+        except Exception:  # the class was created by a call, or by the agent's code
             continue
         if found is base:
             return f"{base.__module__}.{base.__qualname__}".removeprefix("builtins.")
@@ -159,13 +159,13 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def _log_uncaught(args: Any) -> None:
-    """Log an exception that nobody catches, in a thread or in a finalizer."""
+    """Log an uncaught exception in a thread or a finalizer."""
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         logger.error("an exception in a thread or a finalizer was not caught", exc_info=args.exc_value)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
-    """Return the structured fields of a record, with the client it was logged for."""
+    """Return the structured fields of a record, and the client of the call that logged it."""
     facts = getattr(record, "facts", None)
     facts = facts if isinstance(facts, dict) else {}
     name = caller.get().name

@@ -39,7 +39,7 @@ N = TypeVar("N", int, float)
 T = TypeVar("T")
 logger = logging.getLogger("agentrl_env")
 messages = logging.getLogger("agentrl_env.messages")
-"""Messages of models and environments, at level DEBUG, with ``--log-messages`` only."""
+"""Logs the messages of models and environments at level DEBUG, only with ``--log-messages``."""
 SLOW_STEP_S = 30.0
 BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 LAG_EVERY_S = 0.25
@@ -68,9 +68,9 @@ class Histogram:
         return Durations(buckets=tuple(self._buckets), seconds=self._seconds)
 
     def add(self, now: Durations, before: Durations) -> None:
-        """Add what another histogram has counted between two looks at it."""
+        """Add the increase of another histogram between two of its states."""
         if len(now.buckets) != len(self._buckets):
-            return  # a server of another version, with other buckets
+            return  # the server has another version, with other buckets
         for index, (count, was) in enumerate(zip(now.buckets, before.buckets or self._NONE, strict=True)):
             self._buckets[index] = _more(self._buckets[index], count, was)
         self._seconds = _more(self._seconds, now.seconds, before.seconds)
@@ -87,8 +87,8 @@ class Histogram:
 class Metrics(Collector):
     """Counts since the start of a serving process.
 
-    Plain counters: a labelled counter of ``prometheus_client`` costs 2 us an increment, three of them a fifth
-    of a step. Its exporter collects them for ``/metrics``.
+    These are plain counters, because a labelled counter of ``prometheus_client`` takes 2 us an increment, and
+    three increments would take a fifth of a step. The exporter collects them for ``/metrics``.
     """
 
     def __init__(self) -> None:
@@ -99,38 +99,38 @@ class Metrics(Collector):
         self.ended: Counter[tuple[str, str]] = Counter()
         """Ended sessions by task and status."""
         self.errors: Counter[str] = Counter()
-        """Answered errors by type."""
+        """Errors returned to callers, by type."""
         self.invalid_calls: Counter[str] = Counter()
-        """Tool calls that named no tool or did not fit its schema, by task."""
+        """Tool calls with an unknown tool or invalid arguments, by task."""
         self.requests: Counter[tuple[str, str, int]] = Counter()
-        """HTTP answers by method, route and status; calls over the WebSocket are not among them."""
+        """HTTP answers by method, route and status. Calls over the WebSocket are not included."""
         self.calls: Counter[str] = Counter()
         """Calls of protocol 1 by name, over HTTP and the WebSocket."""
         self.scored: Counter[str] = Counter()
         """Sessions that ended with a reward, by task."""
         self.succeeded: Counter[str] = Counter()
-        """Those among them that succeeded, by task."""
+        """Sessions that ended with a reward and succeeded, by task."""
         self.reward: defaultdict[str, float] = defaultdict(float)
-        """Sum of their rewards by task."""
+        """Sum of the rewards of ended sessions, by task."""
         self.step_seconds = Histogram()
         self.tool_seconds: dict[tuple[str, str], Histogram] = {}
-        """By task and tool; declared tools only, so that a model cannot make up labels."""
+        """Durations by task and tool. Only declared tools count, so that a model cannot invent labels."""
         self.loop_lag_seconds = Histogram()
         """Delay of the event loop."""
         self._source = secrets.token_hex(8)
         self.refusals: Counter[str] = Counter()
-        """Requests refused because a budget of the caller was used up, by the name of its limit."""
+        """Requests refused because the caller had used up a budget, by the name of the limit."""
         self.connections = 0
         """HTTP connections and WebSockets."""
         self.held_bytes = 0
-        """Bytes of large requests and answers under way."""
+        """Bytes of large requests and answers in progress."""
         self.unfinished = 0
         """Large requests that are being received."""
         self.held_seconds = 0.0
-        """Time that callers held the event loop in long stretches."""
+        """Event loop time that callers used in long periods."""
         self._gauges: Mapping[str, float] = {}
         self.servers: Callable[[], Iterable[ServerSummary]] = tuple
-        """Returns the servers of a fleet; none at a single server."""
+        """Returns the servers of a fleet. Empty at a single server."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -151,7 +151,7 @@ class Metrics(Collector):
         self.reward[task] = _bounded(self.reward[task] + reward)
 
     def counts(self) -> Counts:
-        """Return everything that is counted by task, for a controller."""
+        """Return all counts by task, for a controller."""
         tools: dict[str, dict[str, Durations]] = {}
         for (task, tool), histogram in self.tool_seconds.items():
             tools.setdefault(task, {})[tool] = histogram.counted()
@@ -178,7 +178,7 @@ class Metrics(Collector):
         }
 
     def add_task(self, task: str, now: TaskCounts, before: TaskCounts) -> None:
-        """Add what a server has counted between two looks at it; no count falls."""
+        """Add the increase of a server's counts between two reports. Counts never decrease."""
         for own, name in (
             (self.opened, "opened"),
             (self.steps, "steps"),
@@ -192,14 +192,14 @@ class Metrics(Collector):
         self.reward[task] = _bounded(self.reward[task] + now.reward - before.reward)
 
     def add_tool(self, task: str, tool: str, now: Durations, before: Durations) -> None:
-        """Add the calls of a tool that a server has counted between two looks at it."""
+        """Add the increase of a server's counts of a tool between two reports."""
         self._tool(task, tool).add(now, before)
 
     def _tool(self, task: str, tool: str) -> Histogram:
         return self.tool_seconds.setdefault((task, tool), Histogram())
 
     def render(self, gauges: Mapping[str, float]) -> bytes:
-        """Return everything as Prometheus text, with the given gauges and those of the process."""
+        """Return all metrics as Prometheus text, with the given gauges and the gauges of the process."""
         self._gauges = {**gauges, **_process_gauges()}
         return generate_latest(self._registry)
 
@@ -264,7 +264,7 @@ class SessionMetrics(Observer):
     Args:
         metrics: counters of the process.
         slow_step_s: steps that take longer are logged as warnings.
-        tracing: whether calls may be traced.
+        tracing: True if calls can be traced.
     """
 
     def __init__(self, metrics: Metrics, slow_step_s: float = SLOW_STEP_S, *, tracing: bool = False) -> None:
@@ -292,7 +292,7 @@ class SessionMetrics(Observer):
     def traced(
         self, name: str, work: Coroutine[Any, Any, T], session: Session | None, tool: str = ""
     ) -> Coroutine[Any, Any, T]:
-        """Return ``work``, run under a trace span where tracing is on."""
+        """Return ``work``, wrapped in a trace span if tracing is on."""
         if not self._tracing:
             return work
         attributes = {"tool": tool} if tool else {}
@@ -305,7 +305,7 @@ class SessionMetrics(Observer):
         self._metrics.tool_ran(task, name, seconds)
 
     def counts(self) -> Mapping[str, TaskCounts]:
-        """Return what was counted so far, by task."""
+        """Return the counts so far, by task."""
         return self._metrics.by_task()
 
     def stepped(self, session: Session, result: StepBuilder, seconds: float) -> None:
@@ -333,7 +333,7 @@ def _where(session: Session, **facts: object) -> dict[str, dict[str, object]]:
 
 
 def _more(total: N, now: N, before: N) -> N:
-    """Return a total that has grown like a server's count, within what is exact as a float."""
+    """Add the increase of a server's count to a total, up to the largest integer exact as a float."""
     return min(total + max(0, now - before), 2**53)
 
 
@@ -369,13 +369,13 @@ def _histograms(
 
 
 def _process_gauges() -> dict[str, float]:
-    """Return memory, descriptors and tasks of the process, where the system tells."""
+    """Return the memory, descriptors and tasks of the process, as far as the system reports them."""
     try:
         pages, files = int(_STATM.read_text().split()[1]), len(os.listdir(_FDS))
     except OSError:
         return {}
     resident = float(pages * os.sysconf("SC_PAGE_SIZE"))
     gauges = {"process_resident_memory_bytes": resident, "process_open_fds": float(files)}
-    with suppress(RuntimeError):  # outside of an event loop there are no tasks
+    with suppress(RuntimeError):  # there are no tasks outside an event loop
         gauges["agentrl_event_loop_tasks"] = float(len(asyncio.all_tasks()))
     return gauges

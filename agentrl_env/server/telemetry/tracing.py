@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of calls and tools, where tracing is on."""
+"""OpenTelemetry spans of calls and tools, if tracing is on."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _active: ContextVar[Tracing | None] = ContextVar("agentrl_tracing", default=None
 
 
 def span(name: str, /, **attributes: str) -> Span:
-    """Return a span below the current one, or an empty context where tracing is off.
+    """Return a child of the current span, or an empty context if tracing is off.
 
     Args:
-        name: of the span.
-        attributes: recorded as ``agentrl.NAME``.
+        name: name of the span.
+        attributes: attributes, recorded as ``agentrl.NAME``.
     """
     tracing = _active.get()
     return _NOTHING if tracing is None else tracing.span(name, None, **attributes)
 
 
 def spanned(name: str, work: Coroutine[Any, Any, T], /, **attributes: str) -> Coroutine[Any, Any, T]:
-    """Return ``work`` run under a span; ``work`` itself where tracing is off."""
+    """Return ``work`` wrapped in a span, or ``work`` itself if tracing is off."""
     return work if _active.get() is None else _under(span(name, **attributes), work)
 
 
@@ -41,7 +41,7 @@ async def _under(entered: Span, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def under_caller(traceparent: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Run a WebSocket call under a span whose parent is the caller's, where tracing is on."""
+    """Run a WebSocket call. If tracing is on, run it in a child of the caller's span."""
     tracing = _active.get()
     if tracing is None:
         return await work()
@@ -50,13 +50,13 @@ async def under_caller(traceparent: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 def traceparent() -> str | None:
-    """Return the W3C trace context of the current span; None where tracing is off."""
+    """Return the W3C trace context of the current span, or None if tracing is off."""
     tracing = _active.get()
     return None if tracing is None else tracing.traceparent()
 
 
 def annotate(**attributes: str) -> None:
-    """Add attributes to the current span, where there is one."""
+    """Add attributes to the current span, if there is one."""
     tracing = _active.get()
     if tracing is not None:
         tracing.annotate(attributes)
@@ -68,7 +68,7 @@ class Tracing:
     Args:
         provider: tracer provider of the OpenTelemetry SDK.
 
-    Raises ServeError where OpenTelemetry is not installed.
+    Raises ServeError if OpenTelemetry is not installed.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -86,14 +86,14 @@ class Tracing:
         _active.set(self)
 
     def span(self, name: str, carrier: Mapping[str, str] | None, /, **attributes: str) -> Span:
-        """Return a span below the current one, or below the one that W3C headers name."""
+        """Return a child of the current span, or of the span in W3C headers."""
         return self._span(name, carrier, {f"agentrl.{key}": value for key, value in attributes.items()})
 
     @contextmanager
     def _span(
         self, name: str, carrier: Mapping[str, str] | None, attributes: Mapping[str, str]
     ) -> Iterator[Any]:
-        """Record an exception without its text, which may quote what an agent said."""
+        """Run a span and record an exception without its text, which might quote an agent."""
         options: dict[str, Any] = {"record_exception": False, "set_status_on_exception": False}
         options["context"] = None if carrier is None else self._extract(carrier)
         with self._tracer.start_as_current_span(name, attributes=attributes, **options) as span:
@@ -106,7 +106,7 @@ class Tracing:
                 raise
 
     def traceparent(self) -> str | None:
-        """Return the current span as a W3C header; None where there is none."""
+        """Return the current span as a W3C header, or None outside a span."""
         carrier: dict[str, str] = {}
         self._inject(carrier)
         return carrier.get("traceparent")
@@ -117,9 +117,9 @@ class Tracing:
 
 
 def export_traces() -> tuple[Tracing, Any]:
-    """Return tracing to the collector of the standard OTEL_* variables, and its provider.
+    """Return tracing to the collector in the standard OTEL_* variables, and its provider.
 
-    Raises ServeError where the extra is not installed.
+    Raises ServeError if the extra is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -296,7 +296,7 @@ def test_wrong_token_is_explained_in_the_words_of_the_command_line(cli, server, 
     Path("wrong.txt").write_text("wrong\n")
     code, _, err = cli(command, server.url, "--token-file", "wrong.txt")
     assert code == 1
-    assert "does not accept this token; give its own with --token-file FILE" in one_line(err)
+    assert "does not accept this token; pass its token with --token-file FILE" in one_line(err)
     assert "AGENTRL_TOKEN" in err
     assert "subprotocol" not in err
 

@@ -216,4 +216,4 @@ def test_workers_that_cannot_start_end_the_server_with_one_error_line():
     command = [sys.executable, "-m", "agentrl_env", "serve", "/nowhere", "--workers", "2", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: a worker ended at once; its error is above"
+    assert done.stderr.splitlines()[-1] == "error: a worker ended during the start; see its error above"

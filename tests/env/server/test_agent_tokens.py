@@ -262,7 +262,7 @@ async def test_holder_of_the_link_token_cannot_take_the_id_of_another_server(key
         address = site.controller.url.replace("http", "ws", 1) + "/v1/link"
         async with connect(address, additional_headers=headers) as line:
             await line.send(json.dumps({"hello": hello}))
-            with pytest.raises(ConnectionClosedError, match="the key is not that of this server's id"):
+            with pytest.raises(ConnectionClosedError, match="the key does not belong to this server's id"):
                 await line.recv()
 
 

@@ -263,7 +263,7 @@ async def test_too_large_answer_fails_only_its_call(controller, serve, monkeypat
         session = await client.open("quick")
         await session.step(ToolCall.of("note", text="x"))
         monkeypatch.setattr(controller_link, "MAX_ANSWER_BYTES", 100)
-        with pytest.raises(InternalError, match="a controller takes 100"):
+        with pytest.raises(InternalError, match="a controller accepts at most 100"):
             await client.resume(session.session_id)
         monkeypatch.undo()
         assert (await client.resume(session.session_id)).turn == 1
@@ -279,7 +279,7 @@ async def test_results_that_do_not_fit_in_a_batch_answer_are_requested_again(con
         *answers, largest = await asyncio.gather(*asking, return_exceptions=True)
         assert [answer.messages[0].content for answer in answers] == ["é" * 10_000] * 39
         assert isinstance(largest, InternalError)
-        assert "a controller takes 100000" in str(largest)
+        assert "a controller accepts at most 100000" in str(largest)
     assert server.pool.gauges()["agentrl_sessions_open"] == 40
 
 

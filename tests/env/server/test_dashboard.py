@@ -546,7 +546,7 @@ async def test_token_dialog_never_exposes_the_token(visit):
         await page.get_by_label("Token", exact=True).fill(renewed.json()["agent_token"])
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("alert")).to_contain_text(
-            "An agent token only permits to step and read its own session"
+            "An agent token only allows stepping and reading its own session"
         )
 
 

@@ -179,7 +179,7 @@ def test_link_token_is_idempotent_and_no_agent_token():
 
 
 def test_link_token_is_rejected_where_the_operator_token_is_required():
-    with pytest.raises(ServeError, match="a controller needs the operator's"):
+    with pytest.raises(ServeError, match="start the controller with the operator token"):
         ControllerServer(FleetService(), port=0, token=LINK)
     with pytest.raises(ServeError, match="give --controller, or a token of its own"):
         EnvServer([Quick], port=0, token=LINK)

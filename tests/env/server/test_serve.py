@@ -155,7 +155,7 @@ async def test_unix_socket_needs_no_token_and_is_removed_on_stop(tmp_path):
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
     assert server.url == f"unix:{path}"
-    with pytest.raises(ServeError, match="choose a path that is free"):
+    with pytest.raises(ServeError, match="choose an unused path"):
         EnvServer([Quick], host=f"unix:{path}")
     await server.stop()
     assert not path.exists()
