@@ -1,4 +1,4 @@
-"""Clients: one async face (``EnvClient``) over backends that open and step sessions."""
+"""Clients: ``EnvClient``, an async client over backends that open and step sessions."""
 
 from agentrl_env.client.client import ClientSession, EnvClient, SessionBackend
 

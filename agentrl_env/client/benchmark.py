@@ -53,7 +53,7 @@ class LoadResult(BaseModel):
 
 
 class _LoadGenerator:
-    """Plays sessions that start anew when their episode ends, until ``stopping`` is set."""
+    """Plays one session after another in each slot until ``stopping`` is set."""
 
     def __init__(self, client: EnvClient, task: TaskInfo, seed: int) -> None:
         self._client = client
@@ -66,7 +66,7 @@ class _LoadGenerator:
         self.failures: list[AgentRLError] = []
 
     async def play(self, number: int) -> None:
-        """Play one episode after another; count an error and continue with the next episode."""
+        """Play one episode after another. After an error, count it and continue with the next episode."""
         while not self.stopping:
             try:
                 async with await self._client.open(self.task, seed=number, wait=60.0) as session:
@@ -99,14 +99,14 @@ def measure(
 
     Args:
         connect: Returns the client.
-        task: Name of the task; None if there is only one.
+        task: Name of the task. None if there is only one.
         sessions: Number of concurrent sessions.
         seconds: Duration of the measurement.
         warmup: Seconds to run before the measurement starts.
         seed: Seed of the calls and the episodes.
 
     Raises:
-        UnknownTask: The task is not served, or none is named and several are served.
+        UnknownTask: The task is not served, or no task is named and several are served.
         ServerUnreachable: The server does not answer.
         AgentRLError: No step succeeded.
     """

@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 class SessionBackend(Protocol):
     """Makes the calls of the protocol.
 
-    Methods raise the WireError of the answer; over a network also ServerUnreachable, CallTimeout and
-    ProtocolError.
+    Methods raise the WireError in the answer. Over a network they also raise ServerUnreachable, CallTimeout
+    and ProtocolError.
     """
 
     async def call(self, call: Call, request: BaseModel) -> Any:
-        """Make a call; return its answer, a ``call.answer``."""
+        """Make a call and return its answer, a ``call.answer``."""
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Play one assistant message; repeating a ``seq`` returns the same result."""
+        """Play one assistant message. Repeating a ``seq`` returns the same result."""
 
     async def aclose(self) -> None:
         """Close the connections, or the sessions if they live in this process."""
@@ -84,10 +84,10 @@ class EnvClient:
         """Return a client of the server at ``url``.
 
         Args:
-            url: address of the server, such as ``http://127.0.0.1:8000``; with ``ws://`` every call uses the
-                WebSocket. Several controllers of a fleet are separated by commas.
-            token: its token; the variable AGENTRL_TOKEN by default.
-            timeout: seconds for one call, retries included.
+            url: address of the server, such as ``http://127.0.0.1:8000``. With ``ws://`` every call uses the
+                WebSocket. Separate several controllers of a fleet by commas.
+            token: token of the server. By default the variable AGENTRL_TOKEN is used.
+            timeout: seconds for one call, including retries.
         """
         return cls(HttpBackend(url, token=token, timeout=timeout))
 
@@ -97,7 +97,7 @@ class EnvClient:
 
         Args:
             environments: the tasks: classes, or targets such as a folder with an ``environment.py``.
-            options: of ``SessionPool``, such as ``max_sessions``.
+            options: options of ``SessionPool``, such as ``max_sessions``.
         """
         from agentrl_env.client.local import LocalBackend
         from agentrl_env.environment import find_class
@@ -127,7 +127,7 @@ class EnvClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections; a local client closes its sessions. Later calls raise ClientClosed."""
+        """Close the connections. A local client closes its sessions. Later calls raise ClientClosed."""
         await self.backend.aclose()
 
     async def tasks(self) -> dict[str, TaskInfo]:
@@ -147,12 +147,12 @@ class EnvClient:
         """Open a session.
 
         Args:
-            task: name of the task; optional if there is only one.
-            split: of the dataset.
-            index: sample of the split; None picks a sample, by the seed if there is a seed.
-            seed: seed of the episode; None derives it from the sample.
+            task: name of the task. Optional if there is only one.
+            split: split of the dataset.
+            index: sample of the split. None picks a sample, using the seed if it is given.
+            seed: seed of the episode. None derives it from the sample.
             sample: data to use instead of the dataset's.
-            wait: seconds to wait in the fair queue of a full server; 0 raises ServerFull immediately.
+            wait: seconds to wait in the fair queue of a full server. 0 raises ServerFull immediately.
         """
         request = _request(task, split, index, seed, sample, wait)
         return ClientSession(self.backend, await self.backend.call(OPEN, request))
@@ -183,7 +183,7 @@ class EnvClient:
         return sessions
 
     async def open_batch(self, requests: Sequence[OpenRequest]) -> list[ClientSession | WireError]:
-        """Open many sessions in one call; return the session or the error of each, in order."""
+        """Open many sessions in one call. Return the session or the error of each, in order."""
         batch = OpenBatch(sessions=list(requests))
         answer: OpenBatchAnswer = await self.backend.call(OPEN_MANY, batch)
         return [
@@ -194,14 +194,14 @@ class EnvClient:
         ]
 
     async def resume(self, session_id: str) -> ClientSession:
-        """Return a session that is open already, in its present state."""
+        """Return a session that is already open, in its current state."""
         return ClientSession(
             self.backend, await self.backend.call(INFO, SessionRequest(session_id=session_id))
         )
 
 
 class OpenedSession:
-    """The facts of a session that its steps do not change."""
+    """The properties of a session that do not change with its steps."""
 
     info: SessionInfo
     """The session as it was opened or resumed."""
@@ -213,7 +213,7 @@ class OpenedSession:
 
     @property
     def agent_token(self) -> str | None:
-        """Token that permits to step and read this session only.
+        """Token that only allows stepping and reading this session.
 
         None if the server has no token, or if the session was resumed rather than opened.
         """
@@ -240,7 +240,7 @@ class OpenedSession:
 
 
 class ClientSession(OpenedSession):
-    """One session. It numbers the steps, so that a retry never steps twice."""
+    """One session. It numbers the steps, so that a retry never takes a step twice."""
 
     def __init__(self, backend: SessionBackend, info: SessionInfo) -> None:
         self._backend = backend
@@ -262,7 +262,7 @@ class ClientSession(OpenedSession):
         """Play one assistant message, given as a message, one call, text, or a dict in OpenAI chat format.
 
         Raises TypeError for any other type. Raises WireError (SessionEnded, SessionExpired, ...),
-        ServerUnreachable, CallTimeout. After the last two, the step might have happened; it is safe to
+        ServerUnreachable or CallTimeout. After the last two, the step might have been taken. It is safe to
         repeat the same ``step``.
         """
         if not isinstance(message, Message):
@@ -272,17 +272,17 @@ class ClientSession(OpenedSession):
         return result
 
     async def expert(self) -> Message:
-        """Return the next message of the task's expert, without taking a step. Raises NotSupported."""
+        """Return the next message of the task's expert without taking a step. Raises NotSupported."""
         answer: ExpertAnswer = await self._backend.call(EXPERT, SessionRequest(session_id=self.session_id))
         return answer.message
 
     async def fork(self, n: int = 1) -> list[ClientSession]:
         """Return ``n`` new sessions that continue from the state of this one.
 
-        Each counts as an open session of the server and must be closed.
+        Each new session counts as an open session of the server and must be closed.
 
         Raises NotSupported if the task has no ``snapshot`` (capability ``fork``), ServerFull if the
-        server has no room for all of them, SessionEnded, InvalidRequest.
+        server has no room for all of them, SessionEnded, or InvalidRequest.
         """
         if n < 1:
             raise InvalidRequest(f"n: must be at least 1, got {n}")
@@ -291,9 +291,9 @@ class ClientSession(OpenedSession):
         return [ClientSession(self._backend, info) for info in answer.sessions]
 
     async def close(self) -> None:
-        """End the session; idempotent. Makes no call if the episode has ended.
+        """End the session. Idempotent. Makes no call if the episode has ended.
 
-        If the client is closed, a session on a server ends with its lease.
+        If the client is closed, a session on a server ends when its lease expires.
         """
         if not self.status.final:
             with contextlib.suppress(ClientClosed):
@@ -302,7 +302,7 @@ class ClientSession(OpenedSession):
 
 
 def _assistant_message(value: object) -> Message:
-    """Turn what ``step`` takes into an assistant message. Raises TypeError."""
+    """Convert an argument of ``step`` to an assistant message. Raises TypeError."""
     if isinstance(value, str):
         return Message.assistant(value)
     if isinstance(value, ToolCall):

@@ -1,4 +1,4 @@
-"""Messages as readable text, one line for each message, for terminals and ``render()``."""
+"""Messages as readable text with one line per message, for terminals and ``render()``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def format_messages(messages: Iterable[Message]) -> str:
 
 
 def format_call(call: ToolCall) -> str:
-    """Return a call as ``name(key=value)``; arguments that are not a JSON object stay as written."""
+    """Return a call as ``name(key=value)``. Arguments that are not a JSON object are not changed."""
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Sessions of a server: retries that cannot step twice, and steps that share requests."""
+"""Sessions of a server over a network, with safe retries and batched steps."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ M = TypeVar("M", bound=BaseModel)
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 RETRIED = (502, 503, 504)
 MIN_STEPS = 32
-"""Size up to which batches always grow; smaller batches cost more requests than they save time."""
+"""Minimum size that batches grow to, since the requests of smaller batches cost more time than they save."""
 MAX_STEPS = 128
 MAX_BYTES = 1024 * 1024
 MAX_UNDER_WAY = 4
 """Maximum number of batches in progress. Further steps queue and fill the next batches."""
 EARLY_ANSWER_S = 0.25
-"""Seconds until a batch is answered; steps that are not ready are requested again one by one."""
+"""Seconds until a batch is answered. Steps that are not done are requested again one by one."""
 MAX_SLOW = 4096
 
 SendBatch = Callable[[Sequence["QueuedStep"]], Awaitable[list[StepResult | WireError]]]
@@ -66,16 +66,18 @@ class _BatchAnswer(BaseModel):
 
 
 class HttpBackend:
-    """The sessions of the server at ``url``; a ``SessionBackend``.
+    """A ``SessionBackend`` with the sessions of the server at ``url``.
 
-    Connects lazily, once per event loop. Every call is safe to repeat (``seq`` numbers steps, ``request_id``
-    names openings), so calls are retried after lost answers and restarts.
+    It connects lazily, once per event loop. Every call is safe to repeat (``seq`` identifies steps and
+    ``request_id`` openings), so calls are retried after lost answers and restarts.
 
     Args:
-        url: address of the server. With ``http://`` and ``https://`` the first call uses HTTP, later ones the
-            WebSocket that the server announces; with ``ws://`` and ``wss://`` all calls use the WebSocket.
-        token: its token, without the white space around it; the variable AGENTRL_TOKEN by default.
-        timeout: seconds for one call, retries included.
+        url: address of the server. With ``http://`` and ``https://``, the first call uses HTTP, and later
+            calls use the WebSocket that the server announces. With ``ws://`` and ``wss://``, all calls use
+            the WebSocket.
+        token: token of the server. Surrounding white space is removed. By default the variable
+            AGENTRL_TOKEN is used.
+        timeout: seconds for one call, including retries.
         patience: seconds for which a server can be unreachable before a call fails.
         max_connections: limit of concurrent HTTP requests.
     """
@@ -96,10 +98,10 @@ class HttpBackend:
                 raise ServerUnreachable(f"{one!r} is not an http://, https://, ws:// or wss:// URL")
         self.url = ",".join(self._urls)
         given = token if token is not None else os.environ.get("AGENTRL_TOKEN", "")
-        self._token = given.strip()  # a file that holds a token ends with a line break
+        self._token = given.strip()  # a token file ends with a line break
         if not (self._token.isascii() and self._token.isprintable()):
             raise Unauthorized(
-                "the token has a character that no HTTP header can carry; read it from its file"
+                "the token has a character that is not allowed in an HTTP header; read it from its file"
             )
         self._timeout = timeout
         self._patience = min(patience, timeout)
@@ -114,7 +116,7 @@ class HttpBackend:
         self.__dict__.update(state, _lanes=WeakKeyDictionary(), _closed_on=WeakSet())
 
     async def call(self, call: Call, request: BaseModel) -> Any:
-        """Make a call; return its answer."""
+        """Make a call and return its answer."""
         session_id = getattr(request, "session_id", None)
         body = request.model_dump_json(exclude_none=True).encode()
         answer = await self._send(call, body, session_id, _queue_s(request))
@@ -127,18 +129,18 @@ class HttpBackend:
         return parsed
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
-        """Play one assistant message; concurrent steps share a request."""
+        """Play one assistant message. Concurrent steps share a request."""
         return await self._lane().batcher.step(session_id, seq, message)
 
     async def aclose(self) -> None:
-        """Close the connections of this event loop; calls on it raise ClientClosed from then on."""
+        """Close the connections of this event loop. Later calls on this loop raise ClientClosed."""
         self._closed_on.add(asyncio.get_running_loop())
         lane = self._lanes.pop(asyncio.get_running_loop(), None)
         if lane is not None:
             await lane.transport.aclose()
 
     async def _send_batch(self, steps: Sequence[QueuedStep]) -> list[StepResult | WireError]:
-        """Send queued steps in one request; return their results in order."""
+        """Send queued steps in one request and return their results in order."""
         body = b'{"wait_s":%a,"steps":[%b]}' % (EARLY_ANSWER_S, b",".join(step.body for step in steps))
         answer = self._read(_BatchAnswer, await self._send(STEP_MANY, body))
         if len(answer.results) != len(steps):
@@ -156,9 +158,9 @@ class HttpBackend:
     async def _send(
         self, call: Call, body: bytes, session_id: str | None = None, extra_s: float = 0.0
     ) -> bytes:
-        """Make a call until it is answered; return the body of the answer.
+        """Repeat a call until it is answered, and return the body of the answer.
 
-        Raises the WireError that is answered, ServerUnreachable, CallTimeout, ProtocolError.
+        Raises the WireError in the answer, ServerUnreachable, CallTimeout, ProtocolError.
         """
         transport = self._lane().transport
         end, pause = time.monotonic() + self._timeout + extra_s, MIN_PAUSE_S
@@ -171,7 +173,7 @@ class HttpBackend:
                 words = f"{self.url} did not answer {call.method} {call.path} within {self._timeout:g} s"
                 raise CallTimeout(words) from error
             except OSError as error:
-                # Not since the call began: a server that was busy may have closed the connection.
+                # Not counted from the start of the call: a busy server might have closed the connection.
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() - unreachable_since > self._patience:
                     reason = str(error) or "connection closed"
@@ -191,7 +193,7 @@ class HttpBackend:
         error = response.error()
         if error is None:
             words = f"it answered {call.method} {call.path} with {response.status}"
-            raise ProtocolError(f"{self.url} is no environment server: {words}")
+            raise ProtocolError(f"{self.url} is not an environment server: {words}")
         raise error
 
     def _of_step(self, step: QueuedStep, result: StepResult) -> StepResult:
@@ -228,7 +230,7 @@ class HttpBackend:
 
 @dataclass(slots=True)
 class QueuedStep:
-    """A step that waits to be sent."""
+    """A step waiting to be sent."""
 
     session_id: str
     seq: int
@@ -239,10 +241,11 @@ class QueuedStep:
 class Batcher:
     """Queue of the steps of one event loop.
 
-    Steps of one tick share two requests, so that the server plays one half while the client reads the other.
-    While ``MAX_UNDER_WAY`` batches are under way, further steps queue; a single step is sent alone. A batch
-    is answered early: slower steps are requested again one by one (the same ``seq`` waits for the first), and
-    their sessions stay out of batches until they are fast again, so that a slow tool delays no other session.
+    Steps of one tick of the event loop share two requests, so that the server plays one half while the client
+    reads the answers of the other. While ``MAX_UNDER_WAY`` batches are in progress, further steps are queued.
+    A single step is sent alone. A batch is answered early, and its slower steps are requested again one by
+    one, with the same ``seq``. Their sessions are left out of batches until they are fast again, so that a
+    slow tool delays no other session.
     """
 
     def __init__(
@@ -264,7 +267,7 @@ class Batcher:
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
         """Send one step, batched with other steps if there are any.
 
-        Raises the errors of the senders, and InvalidRequest if the message cannot be encoded as JSON.
+        Raises the errors of sending, or InvalidRequest if the message cannot be encoded as JSON.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -304,14 +307,14 @@ class Batcher:
         try:
             results = await self._send_batch(items)
             pending = [isinstance(result, StepPending) for result in results]
-            # If most are late, the server is busy rather than a session slow.
+            # If most steps are late, the server is busy and the sessions are not slow.
             some_are_slow = 2 * sum(pending) < len(items)
             for item, result, late in zip(items, results, pending, strict=True):
                 if late:
                     self._spawn(self._deliver_alone(item, some_are_slow))
                 else:
                     _settle(item, result)
-        except BodyTooLarge:  # nothing was played; one of the steps is too large by itself
+        except BodyTooLarge:  # no step was played, and at least one step is too large by itself
             for item in items:
                 self._spawn(self._deliver_alone(item, False))
         except Exception as error:
@@ -371,7 +374,7 @@ class _Lane(NamedTuple):
 
 
 def _queue_s(request: BaseModel) -> float:
-    """Return the seconds that an opening may wait in the server's queue."""
+    """Return the seconds that an opening can wait in the server's queue."""
     if isinstance(request, OpenBatch):
         return max((item.wait_s for item in request.sessions), default=0.0)
     return request.wait_s if isinstance(request, OpenRequest) else 0.0
@@ -380,7 +383,7 @@ def _queue_s(request: BaseModel) -> float:
 def _known_error(body: object) -> WireError:
     error = from_wire(body)
     if error is None:
-        raise ProtocolError("the server answered an error of no known form")
+        raise ProtocolError("the server answered with an error in an unknown form")
     return error
 
 
@@ -396,7 +399,7 @@ def _retry_after(response: Response) -> float:
 
 
 def _is_temporary(response: Response) -> bool:
-    """Return True if a proxy answered for an absent server, or a controller lacks its shared state."""
+    """Return True if a proxy answered for an absent server, or a controller has lost the shared state."""
     if response.status not in RETRIED:
         return False
     error = response.error()

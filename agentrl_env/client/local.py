@@ -1,4 +1,4 @@
-"""Sessions in this process: the same calls without a network."""
+"""Sessions in this process, with the same calls but without a network."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentrl_env.wire import CLOSE, Call, Error, OpenBatch, OpenBatchAnswer, Ope
 
 
 class LocalBackend:
-    """The sessions of a pool; a ``SessionBackend``."""
+    """A ``SessionBackend`` with the sessions of a pool."""
 
     def __init__(self, pool: SessionPool) -> None:
         self.pool = pool
         self._closed = False
 
     async def call(self, call: Call, request: BaseModel) -> Any:
-        """Make a call; return its answer."""
+        """Make a call and return its answer."""
         if self._closed and call is not CLOSE:
             raise ClientClosed("the client is closed, and its sessions with it; make another")
         if isinstance(request, OpenBatch):

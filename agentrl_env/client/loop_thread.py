@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines from synchronous code; the thread starts with the first one.
+    """Runs coroutines from synchronous code. The thread starts with the first coroutine.
 
     Because the loop has its own thread, this works while another event loop is running, as in a
-    notebook or an async test. ``stop()`` may be called at any time and repeatedly. A fork copies the loop and
-    its connections but no thread: there only an object that has not been used before the fork works.
+    notebook or an async test. ``stop()`` can be called at any time and repeatedly. A fork copies the loop and
+    its connections but not the thread, so in a forked process only an unused object works.
     """
 
     def __init__(self, name: str = "agentrl-env-client") -> None:
@@ -34,8 +34,8 @@ class LoopThread:
         """Run a coroutine and return its result.
 
         Raises:
-            TimeoutError: There was no result within ``timeout`` seconds. The coroutine is cancelled,
-                which has no effect while it blocks the loop.
+            TimeoutError: There was no result within ``timeout`` seconds. The coroutine is cancelled, but this
+                has no effect while it blocks the loop.
             ClientClosed: ``close()`` was called, or this process was forked from one that uses the loop.
         """
         try:
@@ -56,11 +56,11 @@ class LoopThread:
             raise
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine that runs on the private loop; cancellation is passed on to it."""
+        """Await a coroutine that runs on the private loop. Cancellation is passed on to it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._start()))
 
     def close(self) -> None:
-        """Stop, and refuse to start again."""
+        """Stop permanently."""
         self._closed = True
         self.stop()
 

@@ -15,9 +15,9 @@ import numpy as np
 from agentrl_env.ecma_pattern import Spans, complement
 
 MAX_CHARACTERS = 100_000
-"""Characters of a drawn string, at most."""
+"""Maximum number of characters of a drawn string."""
 SPARE_REPEATS = 3
-"""Repetitions beyond the minimum of a quantifier, at most, unless a longer string is wanted."""
+"""Maximum number of repetitions above a quantifier's minimum, unless a longer string is needed."""
 _PRINTABLE = (0x20, 0x7E)
 _SURROGATES = (0xD800, 0xDFFF)
 
@@ -29,7 +29,7 @@ class PatternNotDrawn(ValueError):
 
 
 def draw_match(pattern: str, rng: np.random.Generator, *, min_length: int = 0) -> str:
-    """Draw a string that is likely to match a pattern of ``python_pattern``; the caller verifies it.
+    """Draw a string that is likely to match a pattern of ``python_pattern``. The caller verifies it.
 
     Lookaround and word boundaries are ignored.
 
@@ -44,7 +44,7 @@ def draw_match(pattern: str, rng: np.random.Generator, *, min_length: int = 0) -
 
 
 class _Draw:
-    """One string; remembers the text of groups for back references."""
+    """The drawing of one string. It remembers the texts of groups for back references."""
 
     def __init__(self, rng: np.random.Generator, spare: int) -> None:
         self._rng = rng
@@ -99,7 +99,7 @@ class _Draw:
         return text
 
     def _character(self, spans: Spans) -> str:
-        """Draw a character of some ranges, a printable one of ASCII if there are any."""
+        """Draw a character from ranges. If possible, it is printable ASCII."""
         first, last = _PRINTABLE
         plain = [(max(low, first), min(high, last)) for low, high in spans if low <= last and high >= first]
         ranges = plain or [span for span in spans if not _SURROGATES[0] <= span[0] <= _SURROGATES[1]]
@@ -114,7 +114,7 @@ class _Draw:
 
 
 def _spans(items: Any) -> Spans:
-    """Return the characters of a class of the parse tree."""
+    """Return the characters of a character class in the parse tree."""
     spans: list[tuple[int, int]] = []
     negated = False
     for operation, argument in items:

@@ -25,7 +25,7 @@ WORDS = ("a", "apple", "box", "go", "hello", "kitchen", "left", "north", "one", 
 MAX_DEPTH = 6
 """Below this depth only required properties are drawn, so that recursive schemas terminate."""
 _MATCHES = 50
-"""Draws of a string for a pattern."""
+"""Maximum number of draws of a string for a pattern."""
 
 _COMBINERS = ("$ref", "allOf", "anyOf", "oneOf")
 _FORMATS = {
@@ -55,13 +55,13 @@ def sample_call(
     call_id: str = "call_0",
     words: Sequence[str] = WORDS,
 ) -> ToolCall:
-    """Draw a call of one of ``tools`` with valid arguments; omit tools for which none are found.
+    """Draw a call of one of ``tools`` with valid arguments. Tools without such arguments are skipped.
 
     Args:
         tools: The tools to choose from.
         rng: The random generator.
         call_id: The id of the call.
-        words: Candidates for strings; numbers in them suggest a range for numbers.
+        words: Candidates for strings. Numbers in them suggest a range for numbers.
 
     Raises:
         ValueError: There are no tools.
@@ -133,7 +133,7 @@ class _Sampler:
         }
 
     def draw(self, schema: Mapping[str, Any] | bool, depth: int) -> Any:
-        """Draw one value; the caller must still validate it."""
+        """Draw one value. The caller must still validate it."""
         if isinstance(schema, bool) or not schema:
             return self._pick([self._pick(self._words), int(self._rng.integers(10)), True, None])
         schema = self._flatten(schema, depth)
@@ -189,7 +189,7 @@ class _Sampler:
         return round(float(self._rng.uniform(low, high)), 3)
 
     def _bounds(self, schema: Mapping[str, Any], step: float) -> tuple[Any, Any]:
-        """Return inclusive bounds; missing ones are chosen to make small, meaningful values likely."""
+        """Return inclusive bounds. Missing bounds are chosen to make small, meaningful values likely."""
         low = schema.get("minimum")
         high = schema.get("maximum")
         if "exclusiveMinimum" in schema:
@@ -235,7 +235,7 @@ class _Sampler:
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         first, rest = schema.get("prefixItems", ()), schema.get("items")
-        if isinstance(rest, list):  # a tuple of draft-07
+        if isinstance(rest, list):  # a tuple in draft-07
             first, rest = rest, schema.get("additionalItems")
         items = [self.draw(item, depth + 1) for item in first]
         low = schema.get("minItems", 0)
@@ -282,6 +282,6 @@ def _guess_type(schema: Mapping[str, Any]) -> str:
 
 
 def words_in(text: str) -> Iterator[str]:
-    """Yield the words of a text that may be useful as arguments of tools."""
+    """Yield the words of a text that might be useful as arguments of tools."""
     for match in re.finditer(r"[^\W_][\w.\-]*(?: \d+)?", text):
         yield match.group()

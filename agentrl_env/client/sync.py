@@ -6,8 +6,8 @@ Example::
         with client.open("guess", index=3) as session:
             result = session.step(ToolCall.of("guess", n=7))
 
-The calls run on an event loop in a background thread, so they also work where an event loop is already
-running, as in a notebook. Inside a coroutine they block its loop: use ``EnvClient`` there.
+The calls run on an event loop in a background thread, so they also work while another event loop is running,
+as in a notebook. Inside a coroutine they block its loop, so use ``EnvClient`` there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl_env.types import (
 
 
 class SyncEnvClient:
-    """The methods of ``EnvClient`` as blocking calls. Nothing connects before the first call.
+    """The methods of ``EnvClient`` as blocking calls. The first call connects.
 
     Args:
         client: An unused client. It belongs to this object and is closed with it.
@@ -95,7 +95,7 @@ class SyncEnvClient:
 
 
 class SyncClientSession(OpenedSession):
-    """The methods of ``ClientSession`` as blocking calls; returned by ``SyncEnvClient.open``.
+    """The methods of ``ClientSession`` as blocking calls. ``SyncEnvClient.open`` returns it.
 
     Args:
         session: The session.
@@ -111,7 +111,7 @@ class SyncClientSession(OpenedSession):
 
     @classmethod
     def single(cls, client: EnvClient, task: str, **choice: Any) -> Self:
-        """Open the only session of an unused client, which is closed together with the session.
+        """Open a session of an unused client. The client is closed together with the session.
 
         Args:
             client: The client.

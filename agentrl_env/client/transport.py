@@ -1,4 +1,4 @@
-"""Transports: calls to one server over HTTP or one WebSocket, and to several controllers with failover."""
+"""Transports: calls to one server over HTTP or a WebSocket, and to several controllers with failover."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from agentrl_env.wire import (
 
 CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_TIMEOUT_S = 10.0
-"""Seconds until the call is sent to another controller too; it also waits for a running step."""
+"""Seconds until a call is also sent to another controller, which waits for a running step as well."""
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-"""Upper bound of one answer, which limits the memory that a broken server can fill."""
+"""Maximum size of one answer, which limits the memory that a broken server can fill."""
 MAX_CHUNKS, MIN_CHUNK_BYTES = 10_000, 16
-"""Number of pieces of an answer above which they must have this size on average: each takes time to read."""
+"""An answer with more chunks than this must have this average chunk size, since each chunk takes time."""
 RECONNECT_S = 60.0
-"""Seconds until a WebSocket that could not be opened is tried again."""
+"""Seconds until opening a failed WebSocket is tried again."""
 PING_INTERVAL_S, PING_TIMEOUT_S = 20.0, 60.0
 
 
@@ -83,8 +83,8 @@ class HttpTransport:
 
     Args:
         url: address of the server.
-        headers: of every request.
-        max_connections: limit of concurrent requests.
+        headers: headers of every request.
+        max_connections: maximum number of concurrent requests.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
@@ -96,13 +96,13 @@ class HttpTransport:
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
         )
-        # An opening may wait until another session ends: it must leave connections to that one's steps.
+        # An opening can wait until another session ends, so it must leave connections for other steps.
         self._openings = asyncio.Semaphore(max(1, max_connections // 2))
         self.offers_socket = False
         """True if the server has announced its WebSocket."""
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
-        """Make a call; see ``Transport``."""
+        """Make a call. See ``Transport``."""
         async with asyncio.timeout(timeout):
             if call not in (OPEN, OPEN_MANY):
                 return await self._send(call, body, session_id)
@@ -140,7 +140,7 @@ class HttpTransport:
 
 
 async def _read(response: httpx.Response) -> bytes:
-    """Return the body of an answer. Raises ProtocolError if it is endless."""
+    """Return the body of an answer. Raises ProtocolError if it exceeds the limits."""
     body, pieces = bytearray(), 0
     async for piece in response.aiter_raw():
         body += piece
@@ -171,7 +171,7 @@ class WebSocketTransport:
         return self._connection is not None and not self._connection.closed
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
-        """Make a call and return its answer, as HTTP would answer it.
+        """Make a call and return its answer in the form of an HTTP answer.
 
         Raises TimeoutError, OSError if the connection fails, ProtocolError if the server has no WebSocket,
         ServerUnreachable after ``aclose``.
@@ -219,9 +219,9 @@ class WebSocketTransport:
         except InvalidMessage as error:
             if isinstance(error.__cause__, EOFError):
                 raise ConnectionResetError("the server closed the connection") from error
-            raise ProtocolError(f"no WebSocket of an environment server is there ({error})") from error
+            raise ProtocolError(f"the server has no WebSocket for environments ({error})") from error
         except InvalidHandshake as error:
-            raise ProtocolError(f"no WebSocket of an environment server is there ({error})") from error
+            raise ProtocolError(f"the server has no WebSocket for environments ({error})") from error
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
 
@@ -255,7 +255,7 @@ class _Connection:
         finally:
             del self._answers[number], self._sizes[number]
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # read here, as it is raised nowhere if the call could not be sent
+                answer.exception()  # retrieve it, since it is not raised if the call could not be sent
 
     async def aclose(self) -> None:
         """Close the connection. Calls in progress raise ConnectionError."""
@@ -303,7 +303,7 @@ def _parse(text: bytes) -> tuple[int | None, Response]:
     if match is not None:
         number, body = int(match[1]), text[match.end() : -1]
         return number, Response(200, body) if match[2] == b"result" else _error(b'{"error":%b}' % body)
-    try:  # the fields are in another order
+    try:  # the fields might be in another order
         answer = from_json(text)
     except ValueError:
         answer = None
@@ -328,15 +328,15 @@ def _refusal(error: InvalidStatus) -> AgentRLError | OSError:
             return refused
     if response.status_code in (502, 503, 504):
         return ConnectionRefusedError(f"a proxy answered {response.status_code}")
-    return ProtocolError(f"no WebSocket of an environment server is there ({error})")
+    return ProtocolError(f"the server has no WebSocket for environments ({error})")
 
 
 class ServerTransport:
     """Calls to one server over its WebSocket if one can be opened, else over HTTP.
 
     Args:
-        http: carries calls until an answer has announced the WebSocket.
-        socket: carries them from then on.
+        http: used until an answer announces the WebSocket.
+        socket: used from then on.
         clock: returns the monotonic time in seconds.
     """
 
@@ -349,7 +349,7 @@ class ServerTransport:
         self._not_before = 0.0
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
-        """Make a call; see ``Transport``."""
+        """Make a call. See ``Transport``."""
         if self._http.offers_socket and await self._connected(timeout):
             return await self._socket.send(call, body, session_id, timeout=timeout)
         return await self._http.send(call, body, session_id, timeout=timeout)
@@ -367,7 +367,7 @@ class ServerTransport:
         try:
             async with asyncio.timeout(timeout):
                 await self._socket.connect()
-        except (OSError, AgentRLError):  # HTTP works, or reports the reason
+        except (OSError, AgentRLError):  # HTTP either works or reports the reason
             self._not_before = self._clock() + RECONNECT_S
         return self._socket.connected
 
@@ -386,12 +386,12 @@ class FailoverTransport:
         self._preferred = random.SystemRandom().randrange(len(transports))
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
-        """Make a call; raises an error of the transports after all have failed, or at the timeout."""
+        """Make a call. Raises an error of the transports after all have failed, or at the timeout."""
         loop = asyncio.get_running_loop()
         end, failures = loop.time() + timeout, 0
         while True:
             at, left = self._preferred, end - loop.time()
-            # An opening may wait in a queue, so that each controller gets its share of the time.
+            # An opening can wait in a queue, so each controller gets a share of the time.
             longest = timeout / len(self._transports) if call in (OPEN, OPEN_MANY) else ATTEMPT_TIMEOUT_S
             try:
                 response = await self._transports[at].send(call, body, session_id, timeout=min(left, longest))
@@ -417,8 +417,8 @@ class FailoverTransport:
 
 
 def _is_local_refusal(response: Response) -> bool:
-    """Return True if another controller may accept the call: this one drains, or lacks the shared state."""
+    """Return True if another controller might accept the call: this one drains or lost the shared state."""
     if response.status not in (502, 503, 504):
         return False
-    error = response.error()  # None in the answer of a proxy
+    error = response.error()  # None for the answer of a proxy
     return error is None or isinstance(error, ServerDraining | StateUnavailable)

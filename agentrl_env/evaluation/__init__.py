@@ -1,4 +1,4 @@
-"""Evaluation of models: ``agentrl-env eval`` in a shell, ``evaluate`` in a program."""
+"""Evaluation of models: ``agentrl-env eval`` in a shell, or ``evaluate`` in a program."""
 
 from agentrl_env.evaluation.chat_model import ChatModel, Completion, ModelFailed, Usage
 from agentrl_env.evaluation.record import (

@@ -16,14 +16,14 @@ from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
 
 ATTEMPTS = 5
-"""Requests for one completion, if the endpoint fails or does not answer."""
+"""Maximum requests for one completion if the endpoint fails or does not answer."""
 BUSY_ATTEMPTS = 10
-"""Requests for one completion, if the endpoint has too many: four minutes without ``Retry-After``."""
+"""Maximum requests for one completion if the endpoint is busy: four minutes without ``Retry-After``."""
 PAUSE_S = 0.5
-"""Seconds before the second request; each further pause is twice as long, up to ``MAX_OWN_PAUSE_S``."""
+"""Seconds before the second request. Each further pause is twice as long, up to ``MAX_OWN_PAUSE_S``."""
 MAX_OWN_PAUSE_S = 60.0
 MAX_PAUSE_S = 120.0
-"""Longest pause that an endpoint can ask for with ``Retry-After``."""
+"""Longest pause in seconds that ``Retry-After`` can request."""
 _CONTEXT = (
     "context_length",
     "context length",
@@ -35,17 +35,17 @@ _CONTEXT = (
     "too many tokens",
     "`inputs` tokens",
 )
-"""Words for a conversation that is too long, those of llama.cpp, Anthropic, Gemini and TGI among them."""
+"""Phrases for a conversation that is too long, including those of llama.cpp, Anthropic, Gemini and TGI."""
 _NO_ANSWER = ("content_filter", "error")
-"""Reasons for an end that are the endpoint's and not the model's."""
+"""Finish reasons that come from the endpoint and not from the model."""
 
 
 class ModelFailed(AgentRLError):
-    """The endpoint gave no completion; the message says why."""
+    """The endpoint returned no completion. The message contains the reason."""
 
 
 class ModelRefused(ModelFailed):
-    """The endpoint does not serve this caller or this model (401, 403, 404); no request can succeed."""
+    """The endpoint does not serve this caller or this model (401, 403, 404), so no request can succeed."""
 
 
 class ContextFull(ModelFailed):
@@ -53,7 +53,7 @@ class ContextFull(ModelFailed):
 
 
 class EndpointFailed(ModelFailed):
-    """The endpoint failed, and another request may succeed; ``busy`` if it has too many requests."""
+    """The endpoint failed, but another request might succeed. ``busy`` means too many requests."""
 
     def __init__(self, message: str, *, busy: bool = False) -> None:
         super().__init__(message)
@@ -61,14 +61,14 @@ class EndpointFailed(ModelFailed):
 
 
 class Usage(BaseModel):
-    """Tokens of one completion as the endpoint counts them; None if it does not."""
+    """Tokens of one completion as the endpoint counts them, or None if it does not count them."""
 
     model_config = ConfigDict(frozen=True)
 
     input: int | None = None
-    """Tokens of the prompt, with those that a cache had."""
+    """Tokens of the prompt, including cached tokens."""
     output: int | None = None
-    """Tokens that the model wrote, with its thoughts."""
+    """Tokens that the model wrote, including its thoughts."""
     cached: int | None = None
     thinking: int | None = None
 
@@ -82,32 +82,32 @@ class Completion:
 
     message: Message
     original: Mapping[str, Any] | None = None
-    """The message with what the endpoint added to it, which later requests send back; None if unknown."""
+    """The message with the endpoint's additions, which later requests send back. None if unknown."""
     thought: str | None = None
-    """Thoughts that the endpoint returns beside the message."""
+    """Thoughts that the endpoint returned separately from the message."""
     finish_reason: str | None = None
     usage: Usage = NO_USAGE
     seconds: float = 0.0
-    """Time that the answered request took, without pauses and requests that failed."""
+    """Seconds that the answered request took, without pauses and failed requests."""
     repeats: int = 0
-    """Requests before it that failed."""
+    """Number of failed requests before this answer."""
 
 
 class ChatModel:
     """A model of an OpenAI-compatible endpoint. Use it as an async context manager.
 
-    Requests that fail with 408, 409, 429 or 5xx, or without a completion, are repeated; ``Retry-After`` holds
-    back all requests of this object.
+    Requests that fail with 408, 409, 429 or 5xx, or without a completion, are repeated. ``Retry-After``
+    delays all requests of this object.
 
     Args:
-        url: The base URL, such as ``http://127.0.0.1:8000/v1``; its query is part of every request.
+        url: The base URL, such as ``http://127.0.0.1:8000/v1``. Its query is added to every request.
         model: The model's name.
-        key: The API key; None sends none.
-        temperature: The temperature; None leaves it to the endpoint.
+        key: The API key. None sends no key.
+        temperature: The temperature. None uses the endpoint's default.
         timeout: Seconds for one completion.
-        requests_per_minute: Most requests that are begun in a minute, evenly spaced; None sets no limit.
-        body: Further fields of each request, such as ``{"max_tokens": 512}``.
-        headers: Further headers of each request, such as ``{"api-key": "..."}``.
+        requests_per_minute: Maximum number of requests per minute, evenly spaced. None sets no limit.
+        body: Additional fields of each request, such as ``{"max_tokens": 512}``.
+        headers: Additional headers of each request, such as ``{"api-key": "..."}``.
 
     Raises:
         ModelRefused: The URL, a header or the proxy of the environment cannot be used.
@@ -161,14 +161,14 @@ class ChatModel:
         Args:
             messages: The conversation.
             tools: The tools that the model may call.
-            seed: Seed of the draw, for endpoints that know the field.
-            originals: ``Completion.original`` of messages of the model, by their position in the
-                conversation. Reasoning models need their thoughts and signatures back.
+            seed: Sampling seed, for endpoints that support the field.
+            originals: ``Completion.original`` of the model's messages, by their position in the conversation.
+                Reasoning models need their thoughts and signatures back.
 
         Raises:
             ModelRefused: No request can succeed: the key or the model is wrong.
             ContextFull: The conversation is longer than the model's context.
-            ModelFailed: The endpoint did not answer, or not with a completion.
+            ModelFailed: The endpoint did not answer with a completion.
         """
         said = originals or {}
         sent = [said.get(position) or message.wire() for position, message in enumerate(messages)]
@@ -200,14 +200,14 @@ class ChatModel:
 
 
 class Pace:
-    """Begins of requests, at least ``interval`` seconds apart."""
+    """Spaces the starts of requests by at least ``interval`` seconds."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._next = 0.0
 
     async def wait(self) -> None:
-        """Wait until the next request may begin."""
+        """Wait until the next request may start."""
         now = time.monotonic()
         begin = max(now, self._next)
         self._next = begin + self._interval
@@ -215,19 +215,19 @@ class Pace:
             await asyncio.sleep(begin - now)
 
     def hold(self, seconds: float) -> None:
-        """Let no further request begin for some seconds."""
+        """Delay further requests by some seconds."""
         self._next = max(self._next, time.monotonic() + seconds)
 
 
 def _retry_after(response: httpx.Response) -> float:
     try:
         return min(max(0.0, float(response.headers["retry-after"])), MAX_PAUSE_S)
-    except (KeyError, ValueError):  # a date, which a wrong clock would misread
+    except (KeyError, ValueError):  # a date, which would depend on the local clock
         return 0.0
 
 
 def _failure(url: str, status: int, text: str) -> ModelFailed:
-    """Return the error for a status, which some endpoints send in the body of an answer of status 200."""
+    """Return the error for a status. Some endpoints send it in the body of an answer with status 200."""
     problem = f"{url} answered {status}: {text[:200]}"
     if status in (408, 409, 429) or status >= 500:
         return EndpointFailed(problem, busy=status == 429)
@@ -246,7 +246,7 @@ def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: 
         asked = found.get("tool_calls") or [{"function": old} for old in [found.get("function_call")] if old]
         calls = [_call(call, number) for number, call in enumerate(asked)]
         content = found.get("content")
-        if not calls:  # endpoints take no message with neither text nor calls
+        if not calls:  # endpoints reject a message without text and calls
             content = content or found.get("refusal") or ""
         thought = found.get("reasoning_content") or found.get("reasoning")
         message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
@@ -261,13 +261,13 @@ def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: 
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise EndpointFailed(
-            f"{url} answered something that is no chat completion: {response.text[:200]!r} "
+            f"{url} answered something that is not a chat completion: {response.text[:200]!r} "
             f"({type(error).__name__}: {error})"[:400]
         ) from error
 
 
 def _choice(url: str, body: Any) -> dict[str, Any]:
-    """Return the answer in a body. Raises ``ModelFailed`` if the endpoint put an error in its place."""
+    """Return the answer in a body. Raises ``ModelFailed`` if the body contains an error instead."""
     error, choices = body.get("error"), body.get("choices")
     if error and not choices:
         code = error.get("code") if isinstance(error, dict) else None
@@ -283,10 +283,10 @@ def _choice(url: str, body: Any) -> dict[str, Any]:
 
 
 def _original(found: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the model as the endpoint wants it back: with what it added, such as thoughts.
+    """Return a message of the model in the form that later requests send, with additions such as thoughts.
 
-    Thoughts beside a text are left out: they are of no further use, and some endpoints refuse them. Arguments
-    that are not JSON, such as those of a call that the token limit cut, would be refused as well.
+    Thoughts in a message with text are omitted, because they are not needed and some endpoints refuse them.
+    Arguments that are not JSON, for example after a cut at the token limit, would be refused as well.
     """
     added = {name: value for name, value in found.items() if value not in (None, [], {})}
     added.pop("function_call", None)
@@ -310,7 +310,7 @@ def _sendable(function: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form, which some endpoints only approach."""
+    """Return a tool call in OpenAI's form, which some endpoints do not follow exactly."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
@@ -324,12 +324,12 @@ def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _clean(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    """Replace lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object of a body, or an empty one."""
+    """Return the object under a name in a body, or an empty one."""
     found = body.get(name)
     return found if isinstance(found, Mapping) else {}
 

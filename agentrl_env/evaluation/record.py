@@ -1,8 +1,8 @@
 """Records of an evaluation: its settings, its episodes, and the file that holds them.
 
-``episodes.jsonl`` begins with a line of settings. Every episode is appended as one line when it has ended, so
-that a killed evaluation loses only the episodes under way. A line replaces an earlier one of the same sample
-and attempt: an episode that failed is played again by the next start.
+``episodes.jsonl`` starts with a line of settings. Every episode is appended as one line when it has ended, so
+a killed evaluation loses only the episodes in progress. A line replaces an earlier line of the same sample
+and attempt, since failed episodes are played again when the evaluation is resumed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agentrl_env.types import Message
 EPISODES = "episodes.jsonl"
 M = TypeVar("M", bound=BaseModel)
 Key = tuple[int | str, int]
-"""Index of a sample, and number of the attempt at it."""
+"""Index of a sample and number of the attempt."""
 
 
 class EvaluationError(AgentRLError):
-    """An evaluation that cannot begin or go on; the message says what to do."""
+    """An evaluation cannot start or continue. The message says what to do."""
 
 
 class _Frozen(BaseModel):
@@ -35,51 +35,51 @@ class _Frozen(BaseModel):
 
 
 class EvaluationSettings(_Frozen):
-    """Settings on which the results depend; those of a resumed evaluation must be equal."""
+    """Settings that affect the results. A resumed evaluation must have equal settings."""
 
     format: Literal[1] = 1
     task: str
     split: str
     model: str
     url: str | None = None
-    """Base URL of the endpoint, which may move before a resumption; None for other policies."""
+    """Base URL of the endpoint, which can change when the evaluation is resumed. None for other policies."""
     indices: tuple[int | str, ...]
     """Samples, in the order in which they are played."""
     attempts: int = Field(default=1, ge=1)
     seed: int = 0
     temperature: float | None = None
     body: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of each request."""
+    """Additional fields of each request."""
     send_seed: bool = False
     """True if requests carry ``episode_seed``."""
 
     def plan(self) -> list[Key]:
-        """Return all episodes: the first attempt at every sample, then the second."""
+        """Return all episodes: first the first attempts at all samples, then the second ones, and so on."""
         return [(index, attempt) for attempt in range(self.attempts) for index in self.indices]
 
     def episode_seed(self, index: int | str, attempt: int) -> int:
-        """Return the seed of the model's draws in an episode, of 31 bits."""
+        """Return the model's sampling seed in an episode, with 31 bits."""
         return stable_seed(self.seed, self.task, self.split, index, attempt) & 0x7FFF_FFFF
 
 
 class TurnRecord(_Frozen):
-    """One message of the model, and the environment's answer."""
+    """One message of the model and the environment's answer."""
 
     action: Message
     thought: str | None = None
     finish_reason: str | None = None
     usage: Usage = Usage()
     invalid_calls: int = 0
-    """Calls that the environment rejected."""
+    """Number of calls that the environment rejected."""
     model_s: float | None = None
-    """Seconds of the model; None if they are not measured."""
+    """Seconds that the model took. None if they were not measured."""
     repeats: int = 0
-    """Requests that failed before the one that was answered."""
+    """Number of failed requests before the answered request."""
     environment_s: float | None = None
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     info: dict[str, Any] = Field(default_factory=dict)
-    """The environment's notes that the model does not see, such as the hidden part of a user."""
+    """Information from the environment that the model does not see, such as the hidden part of a user."""
 
 
 class EpisodeRecord(_Frozen):
@@ -88,23 +88,23 @@ class EpisodeRecord(_Frozen):
     index: int | str
     attempt: int
     seed: int | None = None
-    """Seed of the environment, which with the index determines the problem."""
+    """Seed of the environment. Together with the index it determines the problem."""
     opening: tuple[Message, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
     end: str
-    """Final status of the session; ``truncated_context`` if the conversation outgrew the model."""
+    """Final status of the session, or ``truncated_context`` if the model's context was full."""
     reward: float = 0.0
     success: bool = False
     metrics: dict[str, float] = Field(default_factory=dict)
     error: str | None = None
-    """Reason why there is no result; reward and success mean nothing then."""
+    """Reason why there is no result. Reward and success are then meaningless."""
     failed: Literal["model", "environment"] | None = None
-    """Side that the failure is on."""
+    """The side that failed."""
     tries: int = 1
-    """Times that the episode was begun."""
+    """Number of times that the episode was started."""
     seconds: float
     started: str
-    """Time of the begin, ISO 8601 in UTC."""
+    """Start time, ISO 8601 in UTC."""
 
     @property
     def key(self) -> Key:
@@ -114,7 +114,7 @@ class EpisodeRecord(_Frozen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRun:
-    """An evaluation as its file has it, finished or not."""
+    """The content of an evaluation's file. The evaluation can be unfinished."""
 
     settings: EvaluationSettings
     episodes: dict[Key, EpisodeRecord] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class EvaluationRun:
 
 
 def read_run(folder: str | os.PathLike[str]) -> EvaluationRun:
-    """Return the evaluation in a folder. Raises EvaluationError if there is none, or it is damaged."""
+    """Return the evaluation in a folder. Raises EvaluationError if it is missing or damaged."""
     path = Path(folder) / EPISODES
     try:
         run, _ = _parse(path, path.read_bytes())
@@ -145,14 +145,14 @@ def read_run(folder: str | os.PathLike[str]) -> EvaluationRun:
 
 
 class RunFile:
-    """The file of an evaluation, open for appending; one process has it open at a time.
+    """The file of an evaluation, open for appending by one process at a time.
 
     Args:
-        folder: The folder, which is created.
+        folder: The folder. It is created if it is missing.
         settings: Settings of this evaluation.
 
     Raises:
-        EvaluationError: The folder has an evaluation with other settings, or another process writes it.
+        EvaluationError: The folder has an evaluation with other settings, or another process writes to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], settings: EvaluationSettings) -> None:
@@ -177,7 +177,7 @@ class RunFile:
             ) from None
         self._file.seek(0)
         run, size = _parse(self.path, self._file.read())
-        self._file.truncate(size)  # a line that a kill cut off
+        self._file.truncate(size)  # remove a line that was cut off when the process was killed
         if run is None:
             self._write(settings)
             return EvaluationRun(settings=settings)
@@ -185,12 +185,12 @@ class RunFile:
         if names := [name for name in given if given[name] != before[name]]:
             raise EvaluationError(
                 f"{self.path.parent} has an evaluation with other settings ({', '.join(names)}); "
-                "choose another --output, or the same settings to go on with it"
+                "choose another --output, or the same settings to continue it"
             )
         return run
 
     def append(self, episode: EpisodeRecord) -> None:
-        """Write an episode; it is on the disk when this returns. Raises EvaluationError."""
+        """Write an episode. It is on disk when this method returns. Raises EvaluationError."""
         self._write(episode)
         self.run.episodes[episode.key] = episode
 
@@ -214,7 +214,7 @@ class RunFile:
 
 
 def _parse(path: Path, content: bytes) -> tuple[EvaluationRun | None, int]:
-    """Return what the whole lines of a file hold, and their length."""
+    """Return the content of the complete lines of a file, and their length."""
     size = content.rfind(b"\n") + 1
     lines = content[:size].splitlines()
     if not lines:

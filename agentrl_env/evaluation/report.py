@@ -14,9 +14,9 @@ from agentrl_env.evaluation.summary import Estimate, Latency, Summary
 from agentrl_env.types import FunctionCall, Message, ToolCall
 
 LONGEST_TEXT = 20_000
-"""Characters of a message that are shown."""
+"""Maximum number of characters shown of a message."""
 TRANSCRIPTS = 200
-"""Episodes that are shown: those that failed first, then those without success."""
+"""Maximum number of shown episodes. Failed episodes come first, then episodes without success."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -29,7 +29,7 @@ def write_report(
         path: The file.
         run: The evaluation.
         summary: Its results.
-        transcripts: Most episodes that are shown.
+        transcripts: Maximum number of shown episodes.
     """
     temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     page = report_html(run, summary, transcripts=transcripts)
@@ -41,7 +41,7 @@ def write_report(
 
 
 def report_html(run: EvaluationRun, summary: Summary, *, transcripts: int = TRANSCRIPTS) -> str:
-    """Return the page; all texts of models and environments are escaped."""
+    """Return the page. All texts of models and environments are escaped."""
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     title = f"{summary.model} on {summary.task}/{summary.split}"
     sections = (
@@ -181,7 +181,7 @@ def _turn(turn: TurnRecord) -> str:
 
 
 def _user(hidden: object) -> str:
-    """Return the part of a user that the model does not see: instructions, thoughts and its own calls."""
+    """Return the part of a user that the model does not see: instructions, thoughts and tool calls."""
     if not isinstance(hidden, Mapping):
         return ""
     parts = [str(hidden["instructions"])] if hidden.get("instructions") else []

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: plays the episodes that an evaluation still lacks, many at a time."""
+"""Evaluation of a policy: plays the missing episodes of an evaluation, many at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from agentrl_env.evaluation.record import EpisodeRecord, EvaluationError, Evalua
 from agentrl_env.types import TRUNCATED, Message, SessionStatus, StepResult, TaskInfo, ToolSpec
 
 RETRY_PAUSE_S = 1.0
-"""Seconds before an episode that failed is begun again; each further pause is twice as long."""
+"""Seconds before a failed episode is started again. Each further pause is twice as long."""
 FAILURES_IN_A_ROW = 20
-"""Failed episodes in a row after which an evaluation stops; more if more are played at a time."""
+"""Failed episodes in a row after which an evaluation stops. More if more are played at a time."""
 FATAL = (
     DefinitionError,
     EvaluationError,
@@ -41,7 +41,7 @@ FATAL = (
     UnknownSample,
     UnknownTask,
 )
-"""Errors that every further episode would have as well."""
+"""Errors that would also occur in every further episode."""
 
 Policy = Callable[[Sequence[Message], Sequence[ToolSpec]], Awaitable[Completion]]
 """Returns the next message of an episode, from the conversation and the tools."""
@@ -50,9 +50,9 @@ PolicyOf = Callable[[int | str, int], Policy]
 
 
 def choose_indices(task: TaskInfo, split: str, samples: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Return the samples to play: all of a split, or as many as asked, drawn with a seed.
+    """Return the samples to play: all samples of a split, or ``samples`` of them, drawn with a seed.
 
-    Of an endless split they are the first ones. Raises UnknownSample if the split is unknown or empty.
+    For an endless split, these are the first samples. Raises UnknownSample if the split is unknown or empty.
     """
     if split not in task.splits:
         known = ", ".join(task.splits)
@@ -66,7 +66,7 @@ def choose_indices(task: TaskInfo, split: str, samples: int, *, seed: int = 0) -
 
 
 def model_policy(model: ChatModel, run: EvaluationRun) -> PolicyOf:
-    """Return the policy of a model; requests carry the episode's seed if the settings say so."""
+    """Return the policy of a model. If the settings require it, requests contain the episode's seed."""
 
     def of(index: int | str, attempt: int) -> Policy:
         seed = run.settings.episode_seed(index, attempt) if run.settings.send_seed else None
@@ -84,7 +84,7 @@ def model_policy(model: ChatModel, run: EvaluationRun) -> PolicyOf:
 
 
 def replay_policy(recorded: EvaluationRun) -> PolicyOf:
-    """Return a policy that repeats the messages of an evaluation, such as after a change of the grader."""
+    """Return a policy that repeats the messages of an evaluation, such as after changing the grader."""
 
     def of(index: int | str, attempt: int) -> Policy:
         episode = recorded.episodes.get((index, attempt))
@@ -93,7 +93,7 @@ def replay_policy(recorded: EvaluationRun) -> PolicyOf:
         async def act(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Completion:
             turn = next(turns, None)
             if turn is None:
-                raise ModelFailed("the recorded episode has no further turn, and this one has not ended")
+                raise ModelFailed("the recorded episode has no further turn, but this episode has not ended")
             return Completion(
                 message=turn.action,
                 thought=turn.thought,
@@ -118,24 +118,24 @@ async def evaluate(
     wait: float = 3600.0,
     on_episode: Callable[[EpisodeRecord], None] = lambda episode: None,
 ) -> EvaluationRun:
-    """Play the episodes that a run still lacks, and append each to its file.
+    """Play the missing episodes of a run and append each to its file.
 
-    Failures of the endpoint, the server and the environment are recorded apart; they count as no result.
+    Failures of the endpoint, the server and the environment are recorded separately and are not results.
 
     Args:
         client: The client of the task.
         policy: Plays the episodes.
         file: The file of the evaluation.
-        concurrency: Episodes that are played at the same time.
-        retries: Times that an episode that failed is begun again.
+        concurrency: Number of episodes that are played at the same time.
+        retries: Number of times that a failed episode is started again.
         wait: Seconds to wait for a place on a full server.
         on_episode: Called after each episode.
 
     Returns:
-        The evaluation, with the episodes of earlier starts.
+        The evaluation, including the episodes of earlier runs.
 
     Raises:
-        EvaluationError: Episode after episode failed.
+        EvaluationError: Too many episodes failed in a row.
         AgentRLError: An error that every further episode would have, such as a wrong key.
     """
     settings = file.run.settings
@@ -155,7 +155,7 @@ async def evaluate(
             if streak >= patience:
                 raise EvaluationError(
                     f"{streak} episodes of {settings.task} failed in a row, the last with: {episode.error}; "
-                    "after mending it, the same command goes on with the evaluation"
+                    "fix it and run the same command to continue the evaluation"
                 )
 
     errors: list[AgentRLError] = []
@@ -191,7 +191,7 @@ async def _play_with_retries(
 
 
 class _Play:
-    """One episode under way."""
+    """One episode in progress."""
 
     def __init__(
         self,
@@ -223,13 +223,13 @@ class _Play:
             return self._record("failed_environment", tries, error=reason, failed="environment")
 
     async def _play(self) -> str:
-        """Play until the end and return its name."""
+        """Play until the episode ends and return its final status."""
         settings = self._settings
         async with await self._client.open(
             settings.task, split=settings.split, index=self._index, wait=self._wait
         ) as session:
             self._session = session
-            self._begun = time.perf_counter()  # not the time in the queue
+            self._begun = time.perf_counter()  # exclude the time in the queue
             messages = list(session.messages)
             while not session.status.final:
                 try:

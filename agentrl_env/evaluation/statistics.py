@@ -1,4 +1,4 @@
-"""Estimates of success and their intervals, as pure functions."""
+"""Estimates of success and their confidence intervals, as pure functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 1_000_000
 
 
 def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[float, float]:
-    """Return the Wilson score interval of a share; 95 % by default, (0, 1) without trials.
+    """Return the Wilson score interval of a proportion: 95 % by default, (0, 1) without trials.
 
     E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """
@@ -28,16 +28,17 @@ def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[floa
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    # Rounding may leave the share itself just outside the interval at 0 and 1.
+    # Rounding can move the interval's end past the share itself at 0 and 1.
     return max(0.0, min(share, (middle - spread) / scale)), min(1.0, max(share, (middle + spread) / scale))
 
 
 def effective_trials(groups: Sequence[Sequence[bool]]) -> float:
-    """Return the number of independent trials that say as much as groups of trials of one sample each.
+    """Return the effective number of independent trials in groups of trials of one sample each.
 
-    Attempts at one sample resemble one another, so that they say less than attempts at as many samples. The
-    number is ``p (1 - p) / v``, if ``v`` is the variance of the share that the groups' means show, between
-    the number of groups and that of trials (the design effect: L. Kish, "Survey Sampling", 1965).
+    Attempts at one sample are correlated, so they contain less information than attempts at different
+    samples. The result is ``p (1 - p) / v``, with ``v`` as the variance of the overall share, estimated from
+    the groups' means. It is limited to the range from the number of groups to the number of trials (the
+    design effect: L. Kish, "Survey Sampling", 1965).
     """
     groups = [group for group in groups if group]
     trials = sum(map(len, groups))
@@ -71,8 +72,8 @@ def weighted_sum(estimates: Sequence[Estimated], weights: Sequence[float]) -> Es
 def mean_change(before: Sequence[Estimated], after: Sequence[Estimated]) -> Estimated:
     """Return the mean of the differences, after minus before, with its interval.
 
-    The interval is that of independent samples, which is too wide rather than too narrow if both are results
-    on the same samples.
+    The interval assumes independent samples. If both results are on the same samples, it is too wide rather
+    than too narrow.
     """
     share = 1 / len(before)
     return weighted_sum([*before, *after], [-share] * len(before) + [share] * len(after))
@@ -102,7 +103,7 @@ def _check_k(trials: int, k: int) -> None:
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of the exact sign test; zeros say nothing, 1 without others.
+    """Return the two-sided p-value of the exact sign test. Zeros are ignored. Only zeros give 1.
 
     For pairs of single attempts, whose differences are -1, 0 and 1, it is McNemar's exact test.
     """
@@ -110,18 +111,18 @@ def sign_test(differences: Sequence[float]) -> float:
     less = sum(difference < 0 for difference in differences)
     number = more + less
     tail = sum(math.comb(number, count) for count in range(min(more, less) + 1))
-    return min(1.0, float(Fraction(2 * tail, 1 << number)))  # floats end at 2**1024
+    return min(1.0, float(Fraction(2 * tail, 1 << number)))  # because floats are limited to 2**1024
 
 
 def bootstrap_interval(
     values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of a mean; of paired differences, the paired one.
+    """Return the 95 % percentile bootstrap interval of a mean. Pass paired differences for a paired test.
 
     B. Efron, "Bootstrap methods: another look at the jackknife" (1979). Raises ``ValueError`` without values.
     """
     if not values:
-        raise ValueError("the mean of no values has no interval")
+        raise ValueError("cannot compute a confidence interval without values")
     given, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     rows = max(1, _CHUNK // len(given))
     means = [

@@ -1,4 +1,4 @@
-"""Results of an evaluation, and the comparison of two; pure functions of their records."""
+"""The results of an evaluation and the comparison of two evaluations, as pure functions of records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Frozen(BaseModel):
 
 
 class Estimate(_Frozen):
-    """A value, and its 95 % interval."""
+    """A value and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -45,7 +45,7 @@ class Latency(_Frozen):
 
 
 class Tokens(_Frozen):
-    """Tokens of the episodes with a result, as the endpoint counts them; None if it does not."""
+    """Tokens of the episodes with a result, as the endpoint counts them. None if it does not count them."""
 
     input: int | None
     output: int | None
@@ -54,7 +54,7 @@ class Tokens(_Frozen):
     input_per_episode: float | None
     output_per_episode: float | None
     cost: float | None
-    """In the currency of the prices; None without prices or counts."""
+    """Cost in the currency of the prices. None without prices or counts."""
 
 
 class Summary(_Frozen):
@@ -67,20 +67,20 @@ class Summary(_Frozen):
     attempts: int
     planned: int
     episodes: int
-    """Episodes with a result."""
+    """Number of episodes with a result."""
     failed: int
-    """Episodes whose last try failed for the endpoint, the server or the environment."""
+    """Number of episodes whose last attempt failed because of the endpoint, the server or the environment."""
     failures: dict[str, int]
-    """Failed episodes by reason, most frequent first."""
+    """Number of failed episodes by reason, most frequent first."""
     failed_after: dict[str, dict[str, int]]
-    """Failed episodes by reason and by the turns that they had, such as "4–7": failures of long episodes bias
-    success towards short ones."""
+    """Number of failed episodes by reason and by number of turns, such as "4–7". Failures of long episodes
+    bias the success towards short episodes."""
     success: Estimate | None
-    """Share of successes with its Wilson interval; attempts at one sample count as what they are worth."""
+    """Share of successes with its Wilson interval for the effective number of independent attempts."""
     reward: Estimate | None
     """Mean reward with its bootstrap interval over samples."""
     pass_at: dict[int, float]
-    """k -> probability that one of k attempts at a sample succeeds, over samples with k results."""
+    """k -> probability that at least one of k attempts at a sample succeeds, over samples with k results."""
     pass_hat: dict[int, float]
     """k -> probability that all of k attempts succeed (pass^k)."""
     ends: dict[str, int]
@@ -92,11 +92,11 @@ class Summary(_Frozen):
     environment_latency: Latency | None
     repeated_requests: int
     repeated_episodes: int
-    """Episodes that were begun more than once."""
+    """Number of episodes that were started more than once."""
 
 
 class SampleDifference(_Frozen):
-    """Results of both runs on one sample: means over attempts."""
+    """Results of both runs on one sample, as means over attempts."""
 
     index: int | str
     first: float
@@ -104,14 +104,14 @@ class SampleDifference(_Frozen):
 
 
 class Comparison(_Frozen):
-    """Two evaluations on the samples that both have results for; differences are second minus first."""
+    """Two evaluations on the samples with results in both. Differences are second minus first."""
 
     task: str
     split: str
     models: tuple[str, str]
     samples: int
     left_out: int
-    """Samples of either run without a result in the other."""
+    """Number of samples with a result in only one of the runs."""
     first: float
     """Mean success over the samples."""
     second: float
@@ -119,23 +119,23 @@ class Comparison(_Frozen):
     """Difference of success with its paired bootstrap interval over samples."""
     reward_difference: Estimate
     better: int
-    """Samples on which the second run succeeds more often."""
+    """Number of samples on which the second run succeeds more often."""
     worse: int
     p_value: float
-    """Of the exact sign test over samples, two-sided; with one attempt it is McNemar's exact test."""
+    """Two-sided p-value of the exact sign test over samples. With one attempt it is McNemar's exact test."""
     changed: tuple[SampleDifference, ...]
-    """Samples with another success, the greatest losses first."""
+    """Samples whose success has changed, greatest losses first."""
 
 
 def summarize(
     run: EvaluationRun, *, price_input: float | None = None, price_output: float | None = None
 ) -> Summary:
-    """Return the results of an evaluation, finished or not.
+    """Return the results of an evaluation, which can be unfinished.
 
     Args:
         run: The evaluation.
-        price_input: Price of a million tokens of prompts.
-        price_output: Price of a million tokens that the model writes.
+        price_input: Price of a million prompt tokens.
+        price_output: Price of a million tokens written by the model.
     """
     counted, failed = run.counted, [e for e in run.episodes.values() if e.failed is not None]
     groups = list(_by_sample(counted).values())
@@ -173,8 +173,8 @@ def summarize(
 def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
     """Return the paired comparison of two evaluations of one task.
 
-    Raises EvaluationError if they are of other tasks or splits, or have no sample in common, or a sample
-    was another problem.
+    Raises EvaluationError if their tasks or splits differ, they have no sample in common, or a sample was a
+    different problem in each.
     """
     one, two = first.settings, second.settings
     if (one.task, one.split) != (two.task, two.split):
@@ -188,7 +188,7 @@ def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
         raise EvaluationError("the evaluations have no sample in common for which both have a result")
     for index in both:
         if len({episode.seed for episode in (*groups[index], *others[index])}) > 1:
-            raise EvaluationError(f"sample {index} was played with different seeds, so that it is no pair")
+            raise EvaluationError(f"sample {index} was played with different seeds and cannot be compared")
     wins = [(_mean_success(groups[index]), _mean_success(others[index])) for index in both]
     rewards = [_mean_reward(others[index]) - _mean_reward(groups[index]) for index in both]
     changes = [after - before for before, after in wins]
@@ -215,7 +215,7 @@ def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
 
 
 def _lengths(failed: Iterable[EpisodeRecord]) -> dict[str, dict[str, int]]:
-    """Return the number of failed episodes by reason and by turns, in ranges that double."""
+    """Return the number of failed episodes by reason and by number of turns, in ranges that double."""
     found: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for episode in failed:
         found[_reason(episode)][len(episode.turns).bit_length()] += 1
@@ -225,7 +225,7 @@ def _lengths(failed: Iterable[EpisodeRecord]) -> dict[str, dict[str, int]]:
 
 
 def _range(bits: int) -> str:
-    """Return the numbers with so many bits: 0, 1, 2–3, 4–7 ..."""
+    """Return the range of numbers with so many bits: 0, 1, 2–3, 4–7 ..."""
     first, last = 1 << bits >> 1, (1 << bits) - 1
     return f"{first}–{last}" if last > first else str(last)
 
@@ -272,7 +272,7 @@ def _bootstrapped(values: Sequence[float]) -> Estimate:
 def _pass(
     wins: Sequence[Sequence[bool]], attempts: int, estimate: Callable[[int, int, int], float]
 ) -> dict[int, float]:
-    """Return an estimate for the powers of two up to the attempts, and for their number."""
+    """Return an estimate for each power of two up to the number of attempts, and for this number."""
     ks = [2**power for power in range(attempts.bit_length()) if 2**power < attempts] + [attempts]
     found = {k: [estimate(len(group), sum(group), k) for group in wins if len(group) >= k] for k in ks}
     return {k: fmean(values) for k, values in found.items() if values}

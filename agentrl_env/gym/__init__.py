@@ -16,7 +16,7 @@ ENV_ID = "agentrl/Env-v0"
 
 
 def register_env() -> None:
-    """Register ``ENV_ID`` with Gymnasium: now if it is imported already, else as soon as it is.
+    """Register ``ENV_ID`` with Gymnasium, now or as soon as Gymnasium is imported.
 
     ``gymnasium.make("agentrl_env:...")`` imports ``agentrl_env`` to trigger the registration, which
     does nothing if it was imported before Gymnasium. Gymnasium has no plugin mechanism for this case,

@@ -9,7 +9,7 @@ Example::
 
 The observation is the whole conversation so far, a tuple of messages in OpenAI chat format, so a chat
 model can be called with ``messages=observation, tools=info["tools"]``. An action is a tool call, an
-assistant message or plain text; of another type it raises TypeError. A malformed dict is an invalid call.
+assistant message or plain text. Other types raise TypeError. A malformed dict is an invalid call.
 
 ``TaskClient`` owns the connection, ``EpisodeRunner`` plays the episodes of one environment, and ``TaskEnv``
 holds the attributes that ``GymEnv`` and ``GymVectorEnv`` share.
@@ -42,19 +42,19 @@ T = TypeVar("T")
 RESET_OPTIONS = {"index", "sample", "split"}
 """The keys of ``reset(options=...)`` that choose the problem."""
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds to wait for a session to close; then it ends with its lease."""
+"""Seconds to wait for a session to close. After that, it ends when its lease expires."""
 FAILURES: dict[SessionStatus, type[WireError]] = {
     SessionStatus.FAILED_ENVIRONMENT: EnvironmentFailed,
     SessionStatus.EXPIRED: SessionExpired,
     SessionStatus.CANCELLED: SessionEnded,
 }
-"""Statuses of a session that ended without an outcome, with the error each is raised as."""
+"""Statuses of sessions without an outcome, with the error that is raised for each."""
 
 
 class TaskClient:
     """A client of one task, on an event loop in a background thread.
 
-    The client is made on first use, and made anew after pickling or in a forked process. The coroutine
+    The client is created on first use, and again after pickling or in a forked process. The coroutine
     methods must run on the private loop, through ``run`` or ``arun``. The arguments are those of ``GymEnv``.
     """
 
@@ -101,7 +101,7 @@ class TaskClient:
         return self._loop.run(coroutine)
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine that runs on the private loop; cancellation is passed on to it."""
+        """Await a coroutine that runs on the private loop. Cancellation is passed on to it."""
         self._reset_if_forked()
         return await self._loop.arun(coroutine)
 
@@ -122,7 +122,7 @@ class TaskClient:
             await client.__aexit__(None, None, None)
 
     async def connect(self) -> tuple[EnvClient, str]:
-        """Return the client, made if there is none yet, and the task's name. Raises UnknownTask."""
+        """Return the client, which is created if necessary, and the task's name. Raises UnknownTask."""
         if self._client is None:
             if isinstance(self._source, EnvClient):
                 client = self._source
@@ -136,7 +136,7 @@ class TaskClient:
         return self._client, self._task
 
     async def info(self) -> TaskInfo:
-        """Return the task's description, requested once. Raises UnknownTask."""
+        """Return the task's description, which is requested only once. Raises UnknownTask."""
         client, _ = await self.connect()
         return self._info or await self._find_task(client)
 
@@ -179,7 +179,7 @@ class TaskEnv:
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools a policy may call, in OpenAI format."""
+        """The tools that a policy can call, in OpenAI format."""
         return self.task_info.tools
 
 
@@ -201,10 +201,10 @@ class Transition:
 
 
 class EpisodeRunner:
-    """Plays the episodes of one environment, one after another: a session and its conversation.
+    """Plays the episodes of one environment, one after another, and keeps the conversation.
 
     The coroutines run on the client's loop. An exception in a step ends the episode, because the
-    environment may have moved without the caller seeing it. Episodes do not survive pickle or fork.
+    environment might have changed without the caller seeing it. Episodes do not survive pickle or fork.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class EpisodeRunner:
         return self._running and self._pid == os.getpid()
 
     def abandon(self) -> None:
-        """Prevent further steps, after an answer that did not reach the caller."""
+        """Prevent further steps after an answer has not reached the caller."""
         self._running = False
 
     def observation(self) -> tuple[ChatMessage, ...]:
@@ -274,7 +274,7 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
-        """Close the session. Idempotent; an unreachable server is ignored, as the lease ends the session."""
+        """Close the session. Idempotent. Ignores an unreachable server, since the lease ends the session."""
         session, self._session, self._running = self._session, None, False
         if session is not None and self._pid == os.getpid():
             with contextlib.suppress(AgentRLError, TimeoutError):
@@ -287,7 +287,7 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
     ``reset(seed=s)`` opens an episode with exactly that seed. A later ``reset()`` draws its seed from
     the generator that ``s`` initialized, so a run is reproducible from its first seed.
-    ``reset(options={"split", "index", "sample"})`` chooses the problem; with an index and no seed the
+    ``reset(options={"split", "index", "sample"})`` chooses the problem. With an index and no seed, the
     sample keeps its own seed.
 
     ``terminated`` means that the task ended, ``truncated`` that a turn or time limit was reached. An
@@ -298,14 +298,14 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
     Args:
         url: Address of a server. Give either this or ``client``.
-        task: Name of the task; optional if there is only one.
+        task: Name of the task. Optional if there is only one.
         client: A callable that returns an EnvClient, such as ``Guess.local``, or an unused EnvClient.
         token: The server's token.
         split: The split that samples come from, unless ``reset`` names one.
         render_mode: With ``"ansi"``, ``render()`` returns the conversation as text.
         wait: Seconds to wait for a free session on a full server.
         target: A folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``, which runs in this
-            process; instead of ``url`` and ``client``.
+            process. Give it instead of ``url`` and ``client``.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
     @cached_property
     def action_space(self) -> ToolCallSpace:  # type: ignore[override]
-        """Tool calls; ``step`` also accepts assistant messages and text."""
+        """Tool calls. ``step`` also accepts assistant messages and text."""
         return ToolCallSpace(self.tools)
 
     @cached_property
@@ -352,7 +352,7 @@ class GymEnv(TaskEnv, gymnasium.Env[tuple[ChatMessage, ...], Any]):
 
         Raises:
             ResetNeeded: No episode is running.
-            EnvironmentFailed: The environment failed; the episode has no outcome.
+            EnvironmentFailed: The environment failed, so the episode has no outcome.
             SessionExpired: The session was idle for longer than its lease.
         """
         if not self._episode.running:
@@ -376,8 +376,8 @@ def open_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of ``EnvClient.open`` for a reset with these options and this seed.
 
-    Without a seed one is drawn from ``rng``, unless the options name an index or a sample, which have
-    seeds of their own.
+    Without a seed, a seed is drawn from ``rng``, unless the options name an index or a sample, which have
+    their own seeds.
 
     Raises ValueError if an option is unknown.
     """

@@ -25,14 +25,14 @@ ChatMessage = dict[str, Any]
 
 
 class Conversation(Space[tuple[ChatMessage, ...]]):
-    """All tuples of chat messages in OpenAI format, of any text and any length."""
+    """All tuples of chat messages in OpenAI format, with any texts and of any length."""
 
     def __init__(self, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(seed=seed)
 
     @property
     def is_np_flattenable(self) -> bool:
-        """False: text has no array form of fixed size."""
+        """False, because text has no array form of fixed size."""
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> tuple[ChatMessage, ...]:
@@ -71,7 +71,7 @@ class ToolCallSpace(Space[dict[str, Any]]):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """False: calls have no array form of fixed size."""
+        """False, because calls have no array form of fixed size."""
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
     """Convert an action to an assistant message.
 
     Accepts an assistant message, a tool call in OpenAI format or as ``{"name", "arguments"}`` (each as
-    a dict or a pydantic object, such as the OpenAI client's), and plain text. A dict or an object that is
-    neither becomes a call without the name of a tool, which every environment counts as invalid.
+    a dict or a pydantic object, such as the OpenAI client's), and plain text. Any other dict or object becomes
+    a call without a tool name, which every environment counts as invalid.
 
     Raises TypeError for any other type.
     """
@@ -130,7 +130,7 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
 
 
 def check_action(action: Any) -> None:
-    """Raise TypeError unless an action is a dict, a pydantic object or text, which a policy may get wrong."""
+    """Raise TypeError unless an action is a dict, a pydantic object or text."""
     if not isinstance(action, str | dict | BaseModel):
         raise TypeError(
             'an action is a tool call such as {"name": "guess", "arguments": {"n": 7}}, an assistant message '
@@ -147,14 +147,14 @@ def _structured_message(fields: dict[str, Any], call_id: str) -> Message | None:
     if not isinstance(fields.get("name"), str):
         return None
     arguments = fields.get("arguments", {})
-    if not isinstance(arguments, str):  # numpy values as Python's, anything else as text
+    if not isinstance(arguments, str):  # NumPy values become Python values, anything else becomes text
         arguments = json.dumps(arguments, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
     function = FunctionCall(name=fields["name"], arguments=arguments)
     return Message.assistant(None, ToolCall(id=call_id, function=function))
 
 
 def _replace_surrogates(message: Message) -> Message:
-    """Replace lone surrogates, which a Python string may hold but UTF-8 cannot encode."""
+    """Replace lone surrogates, which a Python string can contain but UTF-8 cannot encode."""
     try:
         message.model_dump_json()
     except PydanticSerializationError:

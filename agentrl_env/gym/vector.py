@@ -8,8 +8,8 @@ Example::
         actions = policy(conversations)
         conversations, rewards, terminated, truncated, infos = env.step(actions)
 
-The steps of one call are sent together, so they share requests. ``areset``, ``astep`` and ``aclose`` are
-the same for callers on an event loop.
+The steps of one call are sent together, so they share requests. ``areset``, ``astep`` and ``aclose`` do the
+same for callers on an event loop.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ EPISODE_ERRORS = (*FAILURES.values(), SessionLost, UnknownSession)
 class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[Any]]):
     """``num_envs`` episodes of one task of a server (``url``) or of a local client (``client``).
 
-    Observations are a tuple of conversations. Actions are any sequence of ``num_envs`` actions as
-    ``GymEnv`` accepts them. Rewards are float64, ``terminated`` and ``truncated`` bool arrays.
+    Observations are a tuple of conversations. Actions are any sequence of ``num_envs`` actions that
+    ``GymEnv`` accepts. Rewards are float64, ``terminated`` and ``truncated`` bool arrays.
 
     Autoreset is NEXT_STEP by default, as in Gymnasium: the step after ``terminated | truncated`` discards the
-    action and opens the next episode. ``reset(options={"reset_mask": terminated | truncated})`` opens it
-    before, so that no action is discarded; with DISABLED, the caller must do so. SAME_STEP opens it in the
-    step that ends an episode.
+    action and opens the next episode. Call ``reset(options={"reset_mask": terminated | truncated})`` before
+    this step to open the next episode without discarding an action. With DISABLED, the caller must do so.
+    SAME_STEP opens the next episode in the step that ends an episode.
 
-    Seeds: an int gives environment ``i`` the seed ``seed + i``, a list gives one to each, and None
-    continues each environment's generator. Besides ``reset_mask``, the options are those of
-    ``GymEnv`` (``split``, ``index``, ``sample``): one value for all, or a list with one for each.
+    Seeds: an int gives environment ``i`` the seed ``seed + i``, a list gives each environment its seed, and
+    None continues each environment's generator. Apart from ``reset_mask``, the options are the same as for
+    ``GymEnv`` (``split``, ``index``, ``sample``): one value for all environments, or a list with a value for
+    each.
 
     A failed episode (``EnvironmentFailed``, ``SessionExpired``, server unreachable, ...) does not
     affect the others: its reward is NaN, it is truncated, and ``infos["failed"][i]`` and
@@ -96,13 +97,13 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
         self._generators = [seeding.np_random() for _ in range(num_envs)]
         self._episodes = [EpisodeRunner() for _ in range(num_envs)]
-        # Environments that the next step resets, with the error if the last attempt failed.
+        # Environments that the next step resets, with the error of the last attempt if it failed.
         self._autoresets: dict[int, AgentRLError | None] = {}
         self._pending: tuple[str, asyncio.Task[Any]] | None = None
 
     @cached_property
     def single_action_space(self) -> ToolCallSpace:  # type: ignore[override]
-        """Tool calls; ``step`` also accepts assistant messages and text."""
+        """Tool calls. ``step`` also accepts assistant messages and text."""
         return ToolCallSpace(self.tools)
 
     @cached_property
@@ -141,8 +142,8 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         """Open new episodes and return all conversations, with the ``infos`` of the new ones.
 
         Raises:
-            ValueError, TypeError: Seeds or options are invalid; nothing changed.
-            AgentRLError: A session could not be opened. The others were; see ``running``.
+            ValueError, TypeError: Seeds or options are invalid. Nothing changed.
+            AgentRLError: A session could not be opened. The others were opened. See ``running``.
         """
         return self._client.run(self._reset(seed, options))
 
@@ -156,10 +157,10 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         """Play one turn in every environment concurrently.
 
         Raises:
-            ResetNeeded: An environment has no running episode; none was stepped.
-            ValueError: The number of actions is wrong; none was stepped.
-            TypeError: An action is neither a dict, a pydantic object nor text; none was stepped.
-            AgentRLError: The call failed in every environment. All episodes are over: reset.
+            ResetNeeded: An environment has no running episode. No environment was stepped.
+            ValueError: The number of actions is wrong. No environment was stepped.
+            TypeError: An action is neither a dict, a pydantic object nor text. No environment was stepped.
+            AgentRLError: The call failed in every environment. All episodes are over, so reset them.
         """
         return self._client.run(self._step(actions))
 
@@ -172,7 +173,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         return None if self.render_mode is None else tuple(episode.text() for episode in self._episodes)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the sessions and the connection; called by ``close()``."""
+        """Close the sessions and the connection. Called by ``close()``."""
         self._client.close(self._close_episodes)
         self._autoresets = {}
 
@@ -186,7 +187,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         async with self._exclusive("reset"):
             choices = self._choices(seed, dict(options or {}))
             self.closed = False
-            await self._client.connect()  # once, before the episodes would do it concurrently
+            await self._client.connect()  # connect once, before the episodes do it concurrently
             for i in choices:
                 self._autoresets.pop(i, None)
             try:
@@ -209,7 +210,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
             i: open_arguments(each[i], seed=seeds[i], split=self._split, rng=rng)
             for i, (rng, _) in generators.items()
         }
-        for i, generator in generators.items():  # only now, so that invalid arguments change nothing
+        for i, generator in generators.items():  # last, so that invalid arguments change nothing
             self._generators[i] = generator
         return choices
 
@@ -298,7 +299,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, name: str) -> AsyncIterator[None]:
-        """Allow one call at a time; wait for a cancelled one to finish."""
+        """Allow one call at a time. Wait for a cancelled call to finish."""
         while self._pending is not None:
             other, pending = self._pending
             if not pending.cancelling():
@@ -314,11 +315,11 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
 
 
 def stack_infos(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return for each key an array of shape ``[n]``, and a mask of the infos that have it as ``_key``.
+    """Return for each key an array of shape ``[n]``, and as ``_key`` a mask of the infos that have it.
 
-    Missing values are 0, False or None. Dicts become dicts of arrays. Values that Gymnasium's own
-    ``VectorEnv._add_info`` truncates to the type of the first one (2.5 after an int) or rejects (a
-    string after an int) are kept, in an array of a wider type or of objects.
+    Missing values are 0, False or None. Dicts become dicts of arrays. Gymnasium's own
+    ``VectorEnv._add_info`` truncates values to the type of the first value (2.5 after an int) or rejects them
+    (a string after an int). Here such values are kept, in an array of a wider type or of objects.
     """
     stacked: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):
@@ -349,7 +350,7 @@ def _info_array(values: list[Any], present: Bools, types: set[type]) -> npt.NDAr
 
 
 def _seed_list(seed: Seeds, n: int) -> list[int | None]:
-    """Return one seed for each of ``n`` environments; None continues the generator."""
+    """Return one seed for each of ``n`` environments. None continues the generator."""
     if seed is None:
         return [None] * n
     if isinstance(seed, SupportsIndex) and not isinstance(seed, np.ndarray):
@@ -374,7 +375,7 @@ def _reset_indices(mask: Any, n: int) -> list[int]:
 
 
 def _option_list(options: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
-    """Return the options of each environment: a list, tuple or array holds one value for each."""
+    """Return the options of each environment. A list, tuple or array has one value for each."""
     columns = {}
     for key, value in options.items():
         each = value if isinstance(value, list | tuple | np.ndarray) else [value] * n

@@ -1,1 +1,1 @@
-"""Hosting: targets are loaded, and served in every protocol."""
+"""Hosting: loads targets and serves them in every protocol."""

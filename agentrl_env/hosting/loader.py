@@ -1,4 +1,4 @@
-"""Loads the Environment class of a TARGET."""
+"""Loads the Environment class of a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentrl_env.launch.installed import installed_task, unknown_target
 from agentrl_env.tools import is_tool, toolset
 
 TARGET_PACKAGE = "agentrl_target_"
-"""Prefix of the package that stands for a task's folder; a hash of its path follows."""
+"""Prefix of the package that is made for a task's folder. A hash of the folder's path follows."""
 
 
 def load_target(target: str | type[Environment]) -> type[Environment]:
@@ -28,7 +28,7 @@ def load_target(target: str | type[Environment]) -> type[Environment]:
 
     Args:
         target: a folder with an ``environment.py``, a ``file.py:Class``, a ``module:Class``, the name of an
-            installed task, the class itself, or what a bridge serves: ``gym:ID``, ``harbor:DIR``,
+            installed task, the class itself, or a target of a bridge: ``gym:ID``, ``harbor:DIR``,
             ``mcp:COMMAND``, ``openenv+http://host:8000``, ``openenv+docker:IMAGE``, ``tau2:DOMAIN``.
 
     Raises TargetError.
@@ -108,8 +108,8 @@ def _bridged(scheme: str, address: str) -> type[Environment] | None:
 def _load_file(path: Path, target: str) -> ModuleType:
     """Import a file as a module of a package made of its folder, so that ``from .x import y`` works.
 
-    If the folder above is a task too, the package is made of that one: tasks that share code, by
-    ``from ..x import y``, lie in the folder of one of them.
+    If the parent folder is a task too, the package is made of the parent folder. So tasks that share code
+    with ``from ..x import y`` are in the folder of one of them.
     """
     path = path.resolve()
     root = path.parent
@@ -145,7 +145,7 @@ def _load_module(name: str, target: str) -> ModuleType:
 
 
 def _missing_module(error: ModuleNotFoundError, name: str) -> str:
-    """Say what to write for an import of a module that is not installed."""
+    """Return advice about an import of a module that is not installed."""
     frame = innermost(error)
     if frame is None:
         return f"it needs the module {name!r}; install it"
@@ -193,7 +193,7 @@ def _environments(module: ModuleType) -> list[type[Environment]]:
 
 
 def _stray_class(module: ModuleType) -> str:
-    """Return what to write if a class has tools and does not derive from Environment."""
+    """Return advice if a class has tools but does not derive from Environment, else ""."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     for own in classes:
         if not issubclass(own, Environment) and any(map(is_tool, vars(own).values())):

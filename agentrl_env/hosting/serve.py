@@ -34,16 +34,16 @@ from agentrl_env.session.threads import RunningCalls
 
 logger = logging.getLogger("agentrl_env")
 lifecycle = logging.getLogger("agentrl_env.process")
-"""The drain and the end of the process, which text logs show too by default."""
+"""Logs the drain and the end of the process, which text logs also show by default."""
 
 GC_THRESHOLDS = (100_000, 10, 5)
-"""Thresholds of the garbage collector. Steps make many short-lived objects and few cycles: with the default
-ones, collections cost a third of the throughput and most of the tail latency; with much rarer ones, the
-cycles that malformed calls leave add up."""
+"""Thresholds of the garbage collector. Steps create many short-lived objects and few cycles. With the default
+thresholds, collections cost a third of the throughput and most of the tail latency. With much higher ones,
+the cycles of malformed calls accumulate."""
 BRIDGES = (agentrl_calls.mount, agentrl_workers.mount, mcp.mount, openenv.mount)
-"""The protocols that servers and controllers speak besides their own."""
+"""The additional protocols of servers and controllers."""
 NOWHERE = "none"
-"""Host of a server that listens on no address; only its controllers reach it."""
+"""Host of a server that listens on no address. Only its controllers reach it."""
 
 
 class EnvServer:
@@ -53,14 +53,14 @@ class EnvServer:
         targets: folders, ``file.py:Class``, ``module:Class``, or Environment classes.
         host: address to bind, ``unix:PATH`` for a socket in the file system, or ``none``.
         port: port to bind; 0 picks a free one.
-        token: operator token, required beyond loopback. With the link token of a fleet the server joins
-            its controllers, and nobody may call it directly.
+        token: operator token, required beyond loopback. With the link token of a fleet, the server joins the
+            fleet's controllers and cannot be called directly.
         insecure: permit an address beyond loopback without a token.
         tls: encrypts the connections.
         drain_s: seconds that open sessions get to end when the server stops.
         controllers: addresses of the controllers to connect to.
         slow_step_s: steps that take longer are logged as warnings.
-        limits: of one caller.
+        limits: limits of one caller.
         tracing: makes OpenTelemetry spans.
         sessions: options of ``SessionPool``, such as ``max_sessions``.
 
@@ -88,7 +88,7 @@ class EnvServer:
             if not controllers:
                 words = "a link token only permits a server to join a fleet"
                 raise ServeError(f"{words}; give --controller, or a token of its own")
-            own = secrets.token_urlsafe()  # a holder of the link token may not call the fleet's servers
+            own = secrets.token_urlsafe()  # holders of the link token must not call the server
         environments = load_targets(targets)
         self.names = [environment.name for environment in environments]
         security: dict[str, Any] = {"token": own, "insecure": insecure, "tls": tls}
@@ -123,11 +123,11 @@ class EnvServer:
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty if there are none."""
+        """A text about the sessions that a drain waits for. Empty if there are none."""
         return sessions_get(self.pool.open_sessions, self._drain_s)
 
     async def start(self) -> None:
-        """Start to answer requests. Raises ServeError if the startup of a task fails."""
+        """Start answering requests. Raises ServeError if the startup of a task fails."""
         self._loop_watch.start()
         try:
             await self.pool.tasks()
@@ -140,11 +140,11 @@ class EnvServer:
             await self._links.start()
 
     async def stop(self) -> None:
-        """Drain, then stop; idempotent."""
+        """Drain, then stop. Idempotent."""
         hand_over = self._links.hand_over if self._links is not None else None
         draining = asyncio.ensure_future(self.pool.drain(self._drain_s, hand_over))
         if self._links is not None:
-            await asyncio.sleep(0)  # the drain has begun
+            await asyncio.sleep(0)  # let the drain start
             await self._links.announce_drain()
         await draining
         if self._links is not None:
@@ -165,20 +165,20 @@ class Running(Protocol):
 
     @property
     def announcement(self) -> str:
-        """The line that announces that it is ready."""
+        """The line that announces that the process is ready."""
 
     @property
     def drain_notice(self) -> str:
-        """The sessions that a drain waits for, in words; empty if there are none."""
+        """A text about the sessions that a drain waits for. Empty if there are none."""
 
     async def start(self) -> None:
-        """Start to answer requests."""
+        """Start answering requests."""
 
     async def stop(self) -> None:
         """Drain, then stop."""
 
     def stop_waiting(self) -> None:
-        """End a drain at once."""
+        """End a drain immediately."""
 
 
 def serve(
@@ -188,13 +188,13 @@ def serve(
     watchdog: Watchdog | None = None,
     **options: object,
 ) -> None:
-    """Serve until SIGINT or SIGTERM: the first drains, a second one stops at once.
+    """Serve until SIGINT or SIGTERM. The first signal drains, a second stops immediately.
 
     Args:
         targets: as for ``EnvServer``.
-        announce: receives the line that announces that the server is ready; prints it by default.
-        watchdog: of this process, started; it watches the event loop from now on.
-        options: of ``EnvServer``.
+        announce: called with the line that announces that the server is ready. By default it is printed.
+        watchdog: the started watchdog of this process. It watches the event loop from now on.
+        options: options of ``EnvServer``.
     """
     if watchdog is not None:
         options["calls"] = RunningCalls(watchdog.calls)
@@ -205,14 +205,14 @@ def serve(
 def run_until_stopped(
     server: Running, announce: Callable[[str], None], watchdog: Watchdog | None = None
 ) -> None:
-    """Run a server on its own event loop until SIGINT or SIGTERM; a second one stops at once."""
+    """Run a server on its own event loop until SIGINT or SIGTERM. A second signal stops immediately."""
     factory = uvicorn.Config("").get_loop_factory()  # uvloop if it is installed
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(_serve(server, announce, watchdog))
 
 
 def sessions_get(number: int, drain_s: float) -> str:
-    """Return what the drain of a number of open sessions waits for; empty if there are none."""
+    """Return a text about the open sessions that a drain waits for, or "" if there are none."""
     if not number:
         return ""
     if not drain_s:
@@ -221,7 +221,7 @@ def sessions_get(number: int, drain_s: float) -> str:
 
 
 def print_now(line: str) -> None:
-    """Print a line unbuffered: a parent process may wait for it."""
+    """Print a line unbuffered, because a parent process might wait for it."""
     print(line, flush=True)
 
 

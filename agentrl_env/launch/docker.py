@@ -44,8 +44,8 @@ _SERVING = re.compile(r"^serving ", flags=re.MULTILINE)
 class ContainerLimits(BaseModel):
     """Resource limits of a server in a container.
 
-    Memory includes all sessions and the files in /tmp; a server that exceeds it is killed. Sizes are bytes,
-    or text such as "512m" and "2g".
+    Memory includes all sessions and the files in /tmp. A server that exceeds the limit is killed. Sizes are
+    bytes, or text such as "512m" and "2g".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,7 +63,7 @@ class ContainerLimits(BaseModel):
 
 
 class DockerServer(ServerHandle):
-    """A task served from a confined container, on a free port of this machine.
+    """A task that is served from a confined container, on a free port of this machine.
 
     Example::
 
@@ -72,21 +72,22 @@ class DockerServer(ServerHandle):
 
     The container has no network: the server listens on a socket in a folder of this machine, and a sidecar
     process forwards connections from ``url`` (loopback) to it, and from the server to its controllers.
-    Files are read-only except in /tmp, the user has no capabilities, and the environment holds only the
-    given variables. If this process dies, the sidecar removes the container; if that fails too, the next
+    Files are read-only except in /tmp, the user has no capabilities, and the environment contains only the
+    given variables. If this process dies, the sidecar removes the container. If that fails too, the next
     start on this machine removes it.
 
     Args:
-        target: a target; its image is built on the first start.
-        image: an existing image; give either ``target`` or ``image``.
-        network: "none", or a Docker network for the container ("bridge" reaches what this machine
-            reaches); the server's port is then published on loopback, with a random token by default.
+        target: a target. Its image is built on the first start.
+        image: an existing image. Give either ``target`` or ``image``.
+        network: "none", or a Docker network for the container. "bridge" reaches the same networks as this
+            machine. With a network, the server's port is published on loopback, with a random token by
+            default.
         limits: resource limits.
-        options: of ``ServeOptions``.
+        options: options of ``ServeOptions``.
     """
 
     _advice = "build it with agentrl-env build TARGET"
-    """What to do about a missing image."""
+    """Advice about a missing image."""
 
     def __init__(
         self,
@@ -112,18 +113,18 @@ class DockerServer(ServerHandle):
 
     @property
     def name(self) -> str:
-        """The container's name, until ``stop``."""
+        """The container's name. Empty after ``stop``."""
         return str(self._container.name) if self._container is not None else ""
 
     @property
     def running(self) -> bool:
-        """True if the container runs and can be reached; asks the daemon."""
+        """True if the container runs and can be reached. Calls the daemon."""
         if self._container is None or self._sidecar is None or self._sidecar.poll() is not None:
             return False
         return self._state().get("Running", False) is True
 
     def start(self) -> Self:
-        """Start the container; see ``ServerHandle.start``. Raises LaunchError too: no daemon or image."""
+        """Start the container. See ``ServerHandle.start``. Raises LaunchError without a daemon or image."""
         if self._container is not None:
             if self.running:
                 return self
@@ -138,14 +139,14 @@ class DockerServer(ServerHandle):
             self._start(self._image)
             wait_until_ready(self, self._answers, self._options.start_timeout, "the server in the container")
             if self._folder is not None:
-                (self._folder / "socket").chmod(0o711)  # the socket exists; nothing else may be written
+                (self._folder / "socket").chmod(0o711)  # the socket exists, so nothing else may be written
         except BaseException:
             self._stop(5.0)
             raise
         return self
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Stop the server and remove its container; idempotent.
+        """Stop the server and remove its container. Idempotent.
 
         Args:
             timeout: seconds after the drain until the server is killed.
@@ -164,7 +165,7 @@ class DockerServer(ServerHandle):
                     self._output = _logs(container)
                     remove(container)
         except BaseException:
-            self._end_sidecar("")  # it removes the container
+            self._end_sidecar("")  # the sidecar removes the container
             raise
         else:
             self._end_sidecar("done")
@@ -177,21 +178,21 @@ class DockerServer(ServerHandle):
                 client.close()
 
     def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
+        """End the drain of a concurrent ``stop`` early."""
         if (container := self._container) is not None:
             with contextlib.suppress(LaunchError), daemon_errors(f"cannot signal {container.name}"):
                 container.kill("SIGTERM")
 
     def is_at(self, place: str) -> bool:
-        """Return True if ``place`` is in the container, which has its short id as host name."""
+        """Return True if ``place`` is in the container, whose host name is its short id."""
         return self._container is not None and place.partition(" ")[0] == self._container.id[:12]
 
     def output(self) -> str:
-        """Return what the server has printed since it started."""
+        """Return the server's output since it started."""
         return _logs(self._container) if self._container is not None else self._output
 
     def end_reason(self) -> str:
-        """Return why the container ended: out of memory, or the end of its output."""
+        """Return why the container ended: out of memory, or the last lines of its output."""
         state = self._state()
         if state.get("OOMKilled"):
             return f"it exceeded its {self._limits.memory >> 20} MiB of memory"
@@ -264,7 +265,7 @@ class DockerServer(ServerHandle):
             self._container.start()
 
     def _published(self) -> int:
-        """Return the port of this machine that leads to the container's."""
+        """Return the port of this machine on which the container's port is published."""
         with daemon_errors("cannot look at the container"):
             self._container.reload()
             return int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
@@ -290,11 +291,11 @@ class DockerServer(ServerHandle):
             ],
             "init": True,
             "log_config": LogConfig(type="json-file", config={"max-size": "10m", "max-file": "2"}),
-            "healthcheck": {"test": ["NONE"]},  # this process checks
+            "healthcheck": {"test": ["NONE"]},  # this process checks the server
         }
 
     def _start_sidecar(self, label: str, routes: list[tuple[str, str]]) -> int:
-        """Start the sidecar process; return the port that it listens on."""
+        """Start the sidecar process and return the port on which it listens."""
         command = [sys.executable, "-I", docker_sidecar.__file__, str(os.getpid()), label]
         command += [str(self._folder or ""), *(address for route in routes for address in route)]
         self._sidecar = subprocess.Popen(
@@ -323,21 +324,21 @@ class DockerServer(ServerHandle):
         try:
             with daemon_errors("cannot look at the container"):
                 self._container.reload()
-        except LaunchError:  # it is gone, or the daemon is
+        except LaunchError:  # the container or the daemon is gone
             return {}
         return dict(self._container.attrs["State"])
 
 
 class DockerService(DockerServer):
-    """A server of another project from an image of its own: its command, user and files, and a network.
+    """A server of another project, run from its image with the image's command and user, and a network.
 
     It answers ``/health`` on port 8000 of the container, which is published on loopback without a token. If
-    this process dies, the container is removed as for ``DockerServer``.
+    this process dies, the container is removed as with ``DockerServer``.
 
     Args:
         image: the image.
-        limits: ``memory``, ``cpus`` and ``pids``.
-        options: of ``ServeOptions``: ``environment`` and ``start_timeout``.
+        limits: limits, of which ``memory``, ``cpus`` and ``pids`` are used.
+        options: the options ``environment`` and ``start_timeout`` of ``ServeOptions``.
     """
 
     _advice = "build it, or name the registry"

@@ -1,6 +1,6 @@
 """The sidecar process of a container: forwards connections to the server, and removes the container.
 
-It outlives its parent until the container is removed. It runs as a script, to import as little as possible.
+It outlives its parent until the container is removed. It runs as a script, so that it imports few modules.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 _POLL_S = 0.5
 _CHUNK = 1 << 18
 _REMOVAL_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""Pauses before each removal: a container that was being created when the parent died appears late."""
+"""Pauses before each removal, since a container that was being created when the parent died appears late."""
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy one direction of a connection, with back pressure, and its end."""
+    """Copy one direction of a connection, including its end, with back pressure."""
     while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()
@@ -29,7 +29,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _serve(back: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Forward an accepted connection to the address ``back``, until both directions or one fails."""
+    """Forward an accepted connection to the address ``back`` until both directions end or one fails."""
     writers = [writer]
     try:
         if back.startswith("unix:"):
@@ -39,7 +39,7 @@ async def _serve(back: str, reader: asyncio.StreamReader, writer: asyncio.Stream
             answers, requests = await asyncio.open_connection(host, int(port))
         writers.append(requests)
         await asyncio.gather(_copy(reader, requests), _copy(answers, writer))
-    except (OSError, RuntimeError, asyncio.CancelledError):  # no server yet, or a side is gone
+    except (OSError, RuntimeError, asyncio.CancelledError):  # no server yet, or one side is gone
         writer.transport.abort()
     finally:
         for each in writers:
@@ -47,12 +47,12 @@ async def _serve(back: str, reader: asyncio.StreamReader, writer: asyncio.Stream
 
 
 async def _listen(address: str, back: str) -> tuple[asyncio.Server, int]:
-    """Return the listening server and its port; the port of a Unix socket is 0."""
+    """Return the listening server and its port, which is 0 for a Unix socket."""
     serve = partial(_serve, back)
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         server = await asyncio.start_unix_server(serve, path, backlog=2048)
-        os.chmod(path, 0o666)  # its folder restricts access
+        os.chmod(path, 0o666)  # the permissions of its folder restrict access
         return server, 0
     host, _, port = address.rpartition(":")
     server = await asyncio.start_server(serve, host, int(port), backlog=2048)
@@ -60,11 +60,11 @@ async def _listen(address: str, back: str) -> tuple[asyncio.Server, int]:
 
 
 async def forward(parent: int, routes: list[tuple[str, str]]) -> bool:
-    """Forward connections until the parent reports completion or ends; return whether it reported.
+    """Forward connections until the parent reports completion or ends. Return True if it reported.
 
     Args:
-        parent: its process id.
-        routes: pairs of an address to listen on and one to forward to, ``HOST:PORT`` or ``unix:PATH``.
+        parent: process id of the parent.
+        routes: pairs of a listening address and a target address, ``HOST:PORT`` or ``unix:PATH``.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[bool] = loop.create_future()
@@ -78,14 +78,14 @@ async def forward(parent: int, routes: list[tuple[str, str]]) -> bool:
     listening = [await _listen(front, back) for front, back in routes]
     print(next((port for _, port in listening if port), 0), flush=True)
     while not ended.done() and os.getppid() == parent:
-        await asyncio.wait((ended,), timeout=_POLL_S)  # a fork of the parent may hold the pipe open
+        await asyncio.wait((ended,), timeout=_POLL_S)  # a fork of the parent can hold the pipe open
     for server, _ in listening:
         server.close()
     return ended.done() and ended.result()
 
 
 def clean_up(label: str, folder: str) -> None:
-    """Remove every container with a label, and a folder; the next start on this machine retries failures."""
+    """Remove every container with a label, and a folder. The next start on this machine retries failures."""
     import docker  # type: ignore[import-untyped, unused-ignore]
 
     for pause in _REMOVAL_PAUSES_S:

@@ -1,4 +1,4 @@
-"""Building a task's image with the Docker daemon; nothing is written into the task's folder."""
+"""Builds a task's image with the Docker daemon, without writing into the task's folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ except AgentRLError as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A built image: its name with tag, its id, and the task that it serves."""
+    """A built image: its name with the tag, its id, and the task that it serves."""
 
     name: str
     id: str
@@ -60,18 +60,18 @@ def build_image(
     Args:
         target: a folder, ``file.py:Class`` or ``module:Class``.
         base: an image with Python 3.11 or newer.
-        tag: the image's name; ``agentrl-TASK:latest`` by default.
-        requirements: additional pip requirements; ``agentrl-kit[EXTRA]`` selects an extra of this package.
+        tag: the image's name. The default is ``agentrl-TASK:latest``.
+        requirements: additional pip requirements. ``agentrl-kit[EXTRA]`` selects an extra of this package.
         wheelhouse: folder with every required wheel, for a build without a package index.
-        ca: PEM file with certificates that pip trusts during the build; by default the file that
-            PIP_CERT, REQUESTS_CA_BUNDLE or SSL_CERT_FILE names.
+        ca: PEM file with certificates that pip trusts during the build. By default the file named by
+            PIP_CERT, REQUESTS_CA_BUNDLE or SSL_CERT_FILE.
         network: the network of the build steps, as for ``docker build --network``.
-        report: called with each line that the build prints.
+        report: called with each line of the build's output.
 
     Raises:
         TargetError: the target does not exist.
-        LaunchError: no daemon answers, the build fails, or the task does not load inside the image; the
-            message ends with the last lines of output.
+        LaunchError: no daemon answers, the build fails, or the task does not load inside the image. The
+            message ends with the last lines of the output.
     """
     if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
         raise LaunchError(
@@ -112,7 +112,7 @@ def run_build(
 def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str], None]) -> str:
     step, built, error = "", "", ""
     tail: deque[str] = deque(maxlen=_TAIL)
-    for event in events:  # to the end, or the connection would stay open
+    for event in events:  # read to the end, otherwise the connection would stay open
         error = error or str(event.get("error", "")).strip()
         built = event.get("aux", {}).get("ID", built)
         text = re.sub(r"\x1b\[[0-9;]*m", "", event.get("stream", ""))
@@ -134,7 +134,7 @@ def _follow(events: Iterable[dict[str, Any]], target: str, report: Callable[[str
 
 
 def _task_name(client: Any, image: str, inside: str, target: str) -> str:
-    """Load the task inside its image, to verify that it loads there, and return its name."""
+    """Load the task inside its image as a test, and return its name."""
     command = ["/opt/agentrl/bin/python", "-c", _PRINT_NAME, inside]
     container = None
     with daemon_errors(f"{target}: the image was built but could not be tested"):
@@ -165,7 +165,7 @@ def _task_name(client: Any, image: str, inside: str, target: str) -> str:
 
 
 def _certificates() -> Path | None:
-    """Return the certificate file that the environment names."""
+    """Return the certificate file that is named by an environment variable."""
     names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
     given = (Path(os.environ[name]) for name in names if os.environ.get(name))
     return next((path for path in given if path.is_file()), None)

@@ -21,14 +21,14 @@ from agentrl_env.launch.installed import installed_task, unknown_target
 
 DISTRIBUTION = "agentrl-kit"
 USER = "65532:65532"
-"""The server's user: numeric, so that Kubernetes can verify that it is not root."""
+"""The server's user. It is numeric, so that Kubernetes can verify that it is not root."""
 PORT = 8000
 _IGNORED = (
     *(".git", ".hg", ".svn", ".venv", "venv", ".env", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
     *("**/__pycache__", "**/*.pyc", "**/.DS_Store", ".hypothesis"),
 )
 _IS_NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 11))"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest zip timestamp; equal files make equal wheels
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest zip timestamp, so that equal files make equal wheels
 _IS_HEALTHY = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/health', timeout=2)"
 
 
@@ -72,7 +72,7 @@ class TaskFiles:
         return cls(root=folder, name=name, target=f"{place}:{attribute}" if attribute else place)
 
     def lines(self, name: str) -> list[str]:
-        """Return the lines of a file such as requirements.txt without comments; empty if it is missing."""
+        """Return the lines of a file such as requirements.txt without comments, or [] if it is missing."""
         file = self.root / name if self.root.is_dir() else self.root.parent / name
         if not file.is_file():
             return []
@@ -91,7 +91,7 @@ class BuildContext:
     ca: Path | None = None
 
     def dockerfile(self) -> str:
-        """Return the Dockerfile; rarely changing steps come first, so that their layers are cached."""
+        """Return the Dockerfile. Steps that rarely change come first, so that their layers are cached."""
         entry = ["/opt/agentrl/bin/agentrl-env", "serve", self.task.target]
         entry += ["--host", "0.0.0.0", "--port", str(PORT)]
         packages = " ".join(self._system_packages())
@@ -163,10 +163,10 @@ def wheel_name() -> str:
 
 
 def make_wheel(*, files: bool) -> bytes:
-    """Return this package as a wheel, built without a build tool or network from the imported files.
+    """Return this package as a wheel, made from the imported files without a build tool or network.
 
-    A wheel without files only declares the dependencies; installing it makes an image layer that stays
-    cached while the code changes. RECORD is empty, as pip writes it anew. Raises LaunchError if this package
+    A wheel without files only declares the dependencies. Installing it makes an image layer that stays cached
+    while the code changes. RECORD is empty, because pip writes it again. Raises LaunchError if this package
     is not installed.
     """
     metadata, root = _metadata(), Path(agentrl_env.__file__).parent
@@ -199,7 +199,7 @@ def _metadata() -> importlib.metadata.PackageMetadata:
 
 
 def index_settings() -> dict[str, str]:
-    """Return pip's index settings from this process's environment; they are not stored in the image."""
+    """Return pip's index settings from this process's environment. They are not stored in the image."""
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST", "PIP_DEFAULT_TIMEOUT")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
@@ -240,7 +240,7 @@ def _task_paths(task: TaskFiles) -> Iterator[tuple[Path, str]]:
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Remove owner and times of an entry; the image's user may read it and not write it."""
+    """Remove the owner and time of an entry. The image's user can read the entry but not write to it."""
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     info.pax_headers = {}
@@ -255,6 +255,6 @@ def _add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _own_extras(requirement: str) -> str | None:
-    """Return the extras of a requirement for this package (``agentrl-kit[otel]``), None for others."""
+    """Return the extras of a requirement for this package (``agentrl-kit[otel]``), or None for others."""
     found = re.fullmatch(rf"{DISTRIBUTION}\s*(?:\[([^\]]*)\])?", requirement.strip())
     return (found.group(1) or "").replace(" ", "") if found else None

@@ -1,4 +1,4 @@
-"""Tasks of installed packages, by short names: ``household`` instead of a path or ``module:Class``.
+"""Tasks of installed packages by short names, such as ``household`` instead of ``module:Class``.
 
 A package publishes its tasks as entry points of the group ``agentrl_env.tasks``, with values
 of the form ``module:Class``.
@@ -43,7 +43,7 @@ class InstalledTask:
         return Path(spec.origin) if spec is not None and spec.origin else None
 
     def summary(self) -> str:
-        """Return the first line of the class's docstring, which is read without importing the module."""
+        """Return the first line of the class's docstring, without importing the module."""
         file, name = self.file(), self.target.partition(":")[2]
         if file is None:
             return ""
@@ -69,10 +69,10 @@ def installed_task(target: str, folder: Path | None = None) -> InstalledTask | N
 
     Args:
         target: a target of any kind.
-        folder: folder that paths are relative to, by default the working directory.
+        folder: folder for relative paths. By default the working directory.
 
     Returns:
-        The task, or None if no package publishes this name or a task's folder has it.
+        The task, or None if no package publishes this name or the name is a task's folder.
 
     Raises:
         TargetError: several packages publish different tasks under this name.

@@ -33,7 +33,7 @@ _LISTENING = re.compile(rb"serving .* at (https?://\S+)(?: with \d+ workers)?$")
 _CONNECTED = re.compile(rb"serving ")
 _POLL_S = 0.05
 _LATE_S = 30.0
-"""Seconds of a start after which a warning says that it is waited for."""
+"""Log a warning when a start takes longer than this many seconds."""
 _READ_BYTES = 1 << 20
 _VERDICT_BYTES = 1 << 16
 
@@ -43,17 +43,16 @@ class ServeOptions:
     """Options that ``ServerProcess`` and ``DockerServer`` share.
 
     Args:
-        token: the token of callers; with controllers, the server's token for them, for which one from
-            ``link_token`` is enough.
+        token: the token that callers present. With controllers, the token that the server presents to them,
+            for which the result of ``link_token`` is enough.
         max_sessions: maximum number of open sessions.
-        lease: seconds a session may be idle.
+        lease: seconds that a session may be idle.
         drain: seconds that open sessions get to end when the server stops.
-        oracle: whether clients may call ``expert``.
-        stuck_after: seconds without its event loop after which the server is killed; 0 never does.
-        start_timeout: seconds until the server must answer; a ``startup`` or ``samples`` that takes longer
-            than its task's ``reset_timeout`` ends the server earlier.
-        controllers: ``http://HOST:PORT`` of controllers to connect to; the server then has no address of
-            its own.
+        oracle: allow clients to call ``expert``.
+        stuck_after: seconds after which the server is killed if its event loop does not run. 0 disables this.
+        start_timeout: seconds within which the server must answer. The server ends earlier if ``startup`` or
+            ``samples`` takes longer than its task's ``reset_timeout``.
+        controllers: ``http://HOST:PORT`` of controllers to connect to. The server then has no address.
         environment: environment variables of the server.
         arguments: further options of ``agentrl-env serve``.
     """
@@ -70,7 +69,7 @@ class ServeOptions:
     arguments: Sequence[str] = ()
 
     def command_line(self, host: str, port: int, controllers: Sequence[str]) -> list[str]:
-        """Return the options of ``agentrl-env serve``: an address, or controllers; without the token."""
+        """Return the options of ``agentrl-env serve``: an address or controllers, but not the token."""
         options = ["--host", "none"] if controllers else ["--host", host, "--port", str(port)]
         for controller in controllers:
             options += ["--controller", controller]
@@ -86,11 +85,11 @@ class ServeOptions:
 
 
 class ServerHandle(ABC):
-    """A server that is started, observed and stopped from this process; usable in a ``with`` block."""
+    """A server that this process starts, observes and stops. It can be used in a ``with`` block."""
 
     token: str | None
     url: str = ""
-    """URL of the server, once it is started; empty if only controllers reach it."""
+    """URL of the started server. Empty if only controllers reach it."""
 
     @property
     @abstractmethod
@@ -99,27 +98,27 @@ class ServerHandle(ABC):
 
     @abstractmethod
     def start(self) -> Self:
-        """Return once the server answers; does nothing if it runs.
+        """Start the server, unless it runs, and return once it answers.
 
         Raises:
-            TargetError: there is no such task.
-            ServeError: the server ended or did not answer in time; the message has the end of its output.
+            TargetError: the task does not exist.
+            ServeError: the server ended or did not answer in time. The message has the end of its output.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """Drain and stop the server and its child processes; idempotent."""
+        """Drain and stop the server and its child processes. Idempotent."""
 
     @abstractmethod
     def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
+        """End the drain of a concurrent ``stop`` early."""
 
     @abstractmethod
     def is_at(self, place: str) -> bool:
-        """Return True if this server, which runs, reports ``place`` as its host and process."""
+        """Return True if this running server reports ``place`` as its host and process."""
 
     def output(self) -> str:
-        """Return what the server has printed since it started; empty if this process prints it."""
+        """Return the server's output since it started. Empty if this process prints the output."""
         return ""
 
     @abstractmethod
@@ -141,18 +140,19 @@ class ServerProcess(ServerHandle):
         with ServerProcess("environments/shop", oracle=True) as server:
             client = EnvClient.connect(server.url, token=server.token)
 
-    The child reads a socket from this process and exits when it closes, so it never outlives its parent, not
-    even a killed one. If its watchdog kills it, that writes there which sessions got it stuck. The child
-    leads its own process group: Ctrl-C does not reach it, and ``stop`` ends all its child processes.
+    The child reads a socket from this process and exits when it closes, so it never outlives its parent, even
+    if the parent is killed. If the watchdog kills the child, it first writes the sessions that got the child
+    stuck to this socket. The child leads its own process group: Ctrl-C does not reach it, and ``stop`` ends
+    all its child processes.
 
     Args:
-        targets: what to serve, as on the command line.
+        targets: targets to serve, as on the command line.
         host: the address to bind.
-        port: the port to bind; 0 selects a free one.
-        log: file that the server's output is appended to; a temporary one by default.
-        forward_output: print the server's standard output on this process's and share its standard error,
-            instead of logging them; output that cannot be written is dropped.
-        options: of ``ServeOptions``; ``environment`` adds to this process's.
+        port: the port to bind. 0 selects a free port.
+        log: file to which the server's output is appended. By default a temporary file.
+        forward_output: forward the server's output to this process's standard output and standard error,
+            instead of logging it. Output that cannot be written is dropped.
+        options: options of ``ServeOptions``. ``environment`` is added to this process's environment.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ServerProcess(ServerHandle):
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, until ``stop``."""
+        """The child's process id. None after ``stop``."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -188,7 +188,7 @@ class ServerProcess(ServerHandle):
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start the server; see ``ServerHandle.start``."""
+        """Start the server. See ``ServerHandle.start``."""
         if self.running:
             return self
         self._announced, self._partial_line = None, b""
@@ -220,7 +220,7 @@ class ServerProcess(ServerHandle):
         return self
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Stop the server and its child processes; idempotent.
+        """Stop the server and its child processes. Idempotent.
 
         Args:
             timeout: seconds after the drain until the server is killed.
@@ -240,7 +240,7 @@ class ServerProcess(ServerHandle):
             self._log = None
 
     def stop_waiting(self) -> None:
-        """Cut the drain of a concurrent ``stop`` short."""
+        """End the drain of a concurrent ``stop`` early."""
         if (process := self._process) is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
 
@@ -249,7 +249,7 @@ class ServerProcess(ServerHandle):
         return self._process is not None and place == place_of(self._process.pid)
 
     def blocking_sessions(self) -> list[str]:
-        """Return, once, the sessions of which one got the server stuck, if its watchdog killed it."""
+        """Return the sessions that might have got the server stuck, if its watchdog killed it. Only once."""
         if self._socket is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 sessions = json.loads(self._socket.recv(_VERDICT_BYTES))
@@ -258,7 +258,7 @@ class ServerProcess(ServerHandle):
         return []
 
     def output(self) -> str:
-        """Return what the server has printed since it started, at most the last megabyte."""
+        """Return at most the last megabyte of the server's output since it started."""
         if self._log is None:
             return ""
         begin = max(self._log_begin, os.fstat(self._log.fileno()).st_size - _READ_BYTES)
@@ -285,7 +285,7 @@ class ServerProcess(ServerHandle):
         return healthy(self.url)
 
     def _forward(self, output: IO[bytes]) -> None:
-        """Print the server's output, apart from its announcement."""
+        """Print the server's output, except its announcement."""
         with output:
             for line in iter(partial(output.readline, 1 << 16), b""):
                 if self._announced is None and (found := self._pattern.match(line)):
@@ -311,7 +311,7 @@ def wait_until_ready(server: ServerHandle, answers: Callable[[], bool], timeout:
             )
         if passed > _LATE_S and not told:
             told = True
-            logger.warning("%s has not started after %g s, and is waited for", name, _LATE_S)
+            logger.warning("%s has not started after %g s; still waiting", name, _LATE_S)
         time.sleep(_POLL_S)
 
 

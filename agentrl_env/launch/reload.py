@@ -1,4 +1,4 @@
-"""Restarts a server whenever the Python files of its tasks change; for authors."""
+"""Restarts a server whenever the Python files of its tasks change, for authors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
     A server that cannot start waits for a change.
 
     Args:
-        server: prints its own errors, as ``ServerProcess`` with ``forward_output`` does.
-        targets: the tasks; all Python files of their folders are watched.
+        server: a server that prints its own errors, such as ``ServerProcess`` with ``forward_output``.
+        targets: the tasks. All Python files in their folders are watched.
 
     Raises TargetError for a target without a folder.
     """
@@ -60,14 +60,14 @@ def _wait_for_change(server: ServerHandle, folders: Iterable[Path], seen: dict[s
 
 
 def _modified(folders: Iterable[Path]) -> dict[str, int]:
-    """Return the time of the last change of every Python file, without hidden folders."""
+    """Return the last modification time of every Python file outside hidden folders."""
     found = {}
     for top in folders:
         for folder, inner, files in os.walk(top):
             inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
             for name in files:
                 file = os.path.join(folder, name)
-                if name.endswith(".py") and os.path.exists(file):  # an editor may just replace it
+                if name.endswith(".py") and os.path.exists(file):  # an editor might be replacing it
                     found[file] = os.stat(file).st_mtime_ns
     return found
 

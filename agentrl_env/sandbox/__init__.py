@@ -1,4 +1,4 @@
-"""Sandboxes: isolated places for the commands of tasks whose agents use a shell or write code.
+"""Sandboxes: isolated environments for the commands of agents that use a shell or write code.
 
 box = open_sandbox(memory="256m", files={"notes.txt": "buy milk"})
 print(box.run("cat notes.txt | wc -w", timeout=5).text)

@@ -1,9 +1,9 @@
 """A sandbox made of Linux namespaces, without a daemon: ``unshare`` and ``bwrap``.
 
 A setup script in its own mount namespace mounts a tmpfs of size ``disk`` with an overlay of the host's
-``/usr/local`` (or of a whole root folder), then executes bubblewrap, which runs ``supervisor.py`` as its
-only process. The host holds a socket to it and no mounts or files. If the server runs as root, the sandbox
-runs under a user id of its own.
+``/usr/local`` (or of a whole root folder). It then executes bubblewrap, which runs ``supervisor.py`` as its
+only process. The host has a socket to the supervisor, but no mounts or files. If the server runs as root,
+the sandbox runs under a separate user id.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from agentrl_env.sandbox.sandbox import (
 )
 
 START_S = 20.0
-"""Seconds that a sandbox may take to start, or to read or write files."""
+"""Seconds for a sandbox to start, or to read or write files."""
 _END_S = 1.0
-"""Seconds that a sandbox may take to end after its socket closes, before it is killed."""
+"""Seconds for a sandbox to end after its socket closes, before it is killed."""
 _MAX_ANSWER = 1 << 16
 _EXTRA_PIDS = 2
-"""Processes beside the task's: bubblewrap's outer monitor and the supervisor."""
+"""Processes in addition to the task's: bubblewrap's outer monitor and the supervisor."""
 NO_CGROUPS = (
     "this process may not create cgroups, so nothing can enforce a sandbox's limit of memory. Run it as "
     "root, in a container with a writable cgroup, or with systemd-run --user --scope -p Delegate=yes; or "
@@ -137,7 +137,7 @@ class BubblewrapSandbox(Sandbox):
     def close(self) -> None:
         """See ``Sandbox.close``."""
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # unblocks a thread that waits for an answer
+            self._control.shutdown(socket.SHUT_RDWR)  # unblock a thread that waits for an answer
         with self._lock:
             self._finish()
 
@@ -174,7 +174,7 @@ class BubblewrapSandbox(Sandbox):
             ready = _sender(self._control)
             self._control.settimeout(GRACE_S)
             if ready:
-                # Commands run at 1000, so that the kernel kills all of them before the supervisor.
+                # Commands have the score 1000, so the kernel kills all of them before the supervisor.
                 with open(f"/proc/{ready}/oom_score_adj", "wb", buffering=0) as score:
                     socket.send_fds(self._control, [b"{}\n"], [score.fileno()])
         except OSError as error:
@@ -184,13 +184,13 @@ class BubblewrapSandbox(Sandbox):
             output = self._process.stderr.read(4096) if self._process.stderr else b""
             raise SandboxFailed(f"the sandbox did not start: {as_text(output).strip() or 'it ended at once'}")
         if self._process.stderr:
-            self._process.stderr.close()  # save a descriptor: there may be thousands of sandboxes
+            self._process.stderr.close()  # save a descriptor, since there can be thousands of sandboxes
 
     def _operate(self, request: dict[str, Any], stdin: bytes, limit: int) -> bytes:
         """Run a file operation in the supervisor and return its output."""
         request["background"] = self.limits.background
         with self._lock:
-            for _ in range(2):  # the first may hit the process limit, which kills all processes
+            for _ in range(2):  # the first attempt can hit the process limit, which kills all processes
                 out, err = Stream(limit), Stream(4096)
                 _, answer = self._exchange(request, stdin, out, err, START_S)
                 if not answer.get("pids"):
@@ -287,7 +287,7 @@ def _groups() -> dict[str, Path]:
 
 
 def _group(limits: SandboxLimits) -> cgroups.Group | None:
-    """Create a sandbox's cgroup; None with ``best_effort`` if this process may not create any."""
+    """Create a sandbox's cgroup. With ``best_effort``, return None if this process cannot create one."""
     bases = _groups()
     if not bases and not limits.best_effort:
         raise SandboxFailed(NO_CGROUPS)
@@ -298,7 +298,7 @@ def _group(limits: SandboxLimits) -> cgroups.Group | None:
 
 
 def _start_on_processors(cpus: float, start: Callable[[], Any]) -> Any:
-    """Start a process that runs on as many processors as ``cpus``, rounded up; it inherits this thread's."""
+    """Start a process on ``cpus`` processors, rounded up. It inherits the processors of this thread."""
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, random.SystemRandom().sample(sorted(usable), min(len(usable), math.ceil(cpus))))
     try:
@@ -311,7 +311,7 @@ def _start_on_processors(cpus: float, start: Callable[[], Any]) -> Any:
 def _spawner(pid: int) -> ThreadPoolExecutor:
     """Return this process's thread for starting sandboxes.
 
-    ``--die-with-parent`` ends a sandbox with its parent thread, which must therefore live as long as the
+    ``--die-with-parent`` ends a sandbox when its parent thread ends, so this thread must live as long as the
     process.
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"agentrl-sandbox-{pid}")
@@ -320,7 +320,7 @@ def _spawner(pid: int) -> ThreadPoolExecutor:
 def _spawn(
     limits: SandboxLimits, image: Path | None, control: socket.socket, *, limited: bool
 ) -> subprocess.Popen[bytes]:
-    """Start the setup script, which waits for a line on ``control``; ``limited`` means by a cgroup."""
+    """Start the setup script, which waits for a line on ``control``. ``limited`` is True with a cgroup."""
     source = _memory_file("supervisor", _SUPERVISOR)
     uncounted = [
         *([] if limited else ["memfd_create"]),
@@ -354,7 +354,7 @@ def _spawn(
 
 
 def _other_user() -> dict[str, Any]:
-    """Return Popen arguments for an unused user id, if this process may change its user."""
+    """Return Popen arguments for an unused user id, if this process can change its user."""
     if os.geteuid() != 0:
         return {}
     *_, (first, _, count) = (
@@ -369,7 +369,7 @@ def _other_user() -> dict[str, Any]:
 def _end(
     pid: int, process: subprocess.Popen[bytes], control: socket.socket, group: cgroups.Group | None
 ) -> None:
-    """End a sandbox; a forked copy of the server only closes its descriptors."""
+    """End a sandbox. A forked copy of the server only closes its descriptors."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             control.shutdown(socket.SHUT_RDWR)
@@ -397,14 +397,14 @@ def _memory_file(name: str, data: bytes) -> int:
 
 
 def _sender(control: socket.socket) -> int:
-    """Wait for the supervisor's first message; return its process id here, 0 if it has ended."""
+    """Wait for the supervisor's first message. Return its process id on the host, or 0 if it has ended."""
     data, ancillary, *_ = control.recvmsg(_MAX_ANSWER, socket.CMSG_SPACE(struct.calcsize("3i")))
     found = [content for _, kind, content in ancillary if kind == socket.SCM_CREDENTIALS]
     return int(struct.unpack("3i", found[0])[0]) if data and found else 0
 
 
 def _line(control: socket.socket) -> dict[str, Any]:
-    """Return the next answer; empty if the sandbox has ended or the answer is malformed."""
+    """Return the next answer, or an empty dict if the sandbox has ended or the answer is malformed."""
     try:
         with control.makefile("rb") as file:
             answer = json.loads(file.readline(_MAX_ANSWER))

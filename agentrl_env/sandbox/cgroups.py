@@ -19,7 +19,7 @@ _SETTLE_S = 2.0
 class Group:
     """The cgroups of one sandbox: one folder per controller (version 1), or one for all (version 2).
 
-    ``bases`` comes from ``find``; ``extra_pids`` processes are allowed beyond ``limits.pids``.
+    ``bases`` is the result of ``find``. ``extra_pids`` processes are allowed in addition to ``limits.pids``.
     """
 
     def __init__(self, bases: Mapping[str, Path], limits: SandboxLimits, *, extra_pids: int) -> None:
@@ -37,12 +37,12 @@ class Group:
             raise
 
     def add(self, pid: int) -> None:
-        """Add a process to the group; its children inherit it. Raises OSError."""
+        """Add a process to the group. Its children inherit the group. Raises OSError."""
         for folder in set(self._folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
     def oom_kills(self) -> int:
-        """Return how many processes the kernel has killed for lack of memory."""
+        """Return the number of processes that the kernel has killed for lack of memory."""
         folder = self._folders["memory"]
         return max(_count(folder / name, "oom_kill") for name in ("memory.oom_control", "memory.events"))
 
@@ -55,7 +55,7 @@ class Group:
 
 
 def find() -> dict[str, Path]:
-    """Return the folders for new groups by controller; empty if this process may not create any."""
+    """Return the folders for new groups by controller, or nothing if this process cannot create groups."""
     own = _own_groups(Path("/proc/self/cgroup").read_text())
     bases: dict[str, Path] = {}
     for mount, root, controllers in _hierarchies(Path("/proc/self/mountinfo").read_text()):
@@ -83,7 +83,7 @@ def remove_orphans(bases: Mapping[str, Path]) -> None:
 
 
 def _own_groups(text: str) -> dict[str, str]:
-    """Return controller -> path from /proc/self/cgroup; the key "" is version 2."""
+    """Return controller -> path from /proc/self/cgroup. The key "" stands for version 2."""
     groups = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -92,7 +92,7 @@ def _own_groups(text: str) -> dict[str, str]:
 
 
 def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
-    """Yield (mount point, root, controllers) from /proc/self/mountinfo; version 2 lists no controllers."""
+    """Yield (mount point, root, controllers) from /proc/self/mountinfo. Version 2 lists no controllers."""
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -106,7 +106,7 @@ def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
 
 
 def _delegated(own: Path, mount: Path) -> dict[str, Path]:
-    """Return the version 2 folder whose children get controllers; such a folder has no processes itself."""
+    """Return the version 2 folder whose children get controllers. It must not contain processes itself."""
     for base in (own, own.parent):
         if base == mount or mount in base.parents:
             with contextlib.suppress(OSError):

@@ -53,11 +53,11 @@ code=$?
 count
 [ $kills = $before ] || code=137
 exit $code"""
-"""Shell wrapper of a command: waits for a line on stdin, and kills the processes that the command leaves.
+"""Shell wrapper of a command: waits for a line on stdin, and kills leftover processes of the command.
 
-The wait is needed because output that arrives before the SDK has read the daemon's headers is lost in the
-SDK's buffer. ``kill -1`` as a builtin spares its own shell and starts no process. At a score of 1000 the
-kernel kills the command before the container's first process. The code is 137 if memory ran out.
+The wait is needed because the SDK loses output that arrives before it has read the daemon's headers. The
+builtin ``kill -1`` spares its own shell and starts no process. With the score 1000, the kernel kills the
+command before the container's first process. The exit code is 137 if memory ran out.
 """
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && [ ! -d "$1" ] && [ ! -p "$1" ] && cat >"$1"'
 _READ = """[ -e "$1" ] || exit 102
@@ -68,31 +68,31 @@ _PACK = """cd / && set -- home/agent
 for file in tmp/* tmp/.[!.]*; do [ -e "$file" ] && set -- "$@" "$file"; done
 exec tar -cf - "$@" """
 _SYSCTLS = {"kernel.shmall": "1024", "kernel.msgmni": "16", "kernel.sem": "32 512 32 16"}
-"""Limits of System V IPC, which outlives commands: 4 MiB, 256 KiB and 512 semaphores."""
+"""Limits of System V IPC objects, which outlive commands: 4 MiB, 256 KiB and 512 semaphores."""
 _CAPABILITIES = [
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"),
     *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 ]
-"""Capabilities of a sandbox whose commands run as root: those that installing software needs."""
+"""Capabilities of a sandbox with commands as root: the ones needed to install software."""
 _KILL = "kill -9 -1"
 _KILL_ROOT = """read -r first rest </proc/1/task/1/children
 for process in /proc/[0-9]*; do
     case ${process#/proc/} in 1|$first|$$) ;; *) kill -9 ${process#/proc/} 2>/dev/null ;; esac
 done"""
-"""Shell commands that kill all processes but the container's first ones; root may signal these too."""
+"""Shell commands that kill all processes except the container's first ones, which root could signal."""
 _TICK_S = 0.05
 _FILE_S = 30.0
 
 
 class DockerSandbox(Sandbox):
-    """A container without network or capabilities, writable only in ``HOME`` and ``/tmp``; see ``Sandbox``.
+    """A ``Sandbox`` in a container without network or capabilities, writable only in ``HOME`` and ``/tmp``.
 
-    With ``limits.root`` commands run as root, in the image's environment and working folder, with all files
+    With ``limits.root``, commands run as root, in the image's environment and working folder, with all files
     writable. The container's first process reads a stream that this process holds open, so the container
     ends with this process and removes itself. ``HOME`` and ``/tmp`` get half of ``disk`` each. ``image`` is
-    the name of a local image that has a shell; ``temporary`` removes it with the container. Raises
-    SandboxUnavailable if no daemon answers or the image is missing, SandboxFailed if the container does not
-    start.
+    the name of a local image with a shell. ``temporary`` removes the image with the container. Raises
+    SandboxUnavailable if no daemon answers or the image is missing, and SandboxFailed if the container does
+    not start.
     """
 
     def __init__(self, limits: SandboxLimits, *, image: str, temporary: bool = False) -> None:
@@ -140,7 +140,7 @@ class DockerSandbox(Sandbox):
         self._file(["/bin/sh", "-c", _WRITE, "sh", path], path, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files; the image needs tar."""
+        """Write many files. The image needs tar."""
         self._file(["tar", "-xf", "-", "-C", "/"], self._home, tar_archive(files, self._home), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
@@ -149,7 +149,7 @@ class DockerSandbox(Sandbox):
         return self._file(["/bin/sh", "-c", _READ, "sh", path, str(limit)], path, b"", limit)
 
     def snapshot(self) -> bytes:
-        """Return the files of ``HOME`` and ``/tmp`` as a tar archive; the image needs tar."""
+        """Return the files of ``HOME`` and ``/tmp`` as a tar archive. The image needs tar."""
         return self._copy(["/bin/sh", "-c", _PACK], b"", 4 * self.limits.disk)
 
     def restore(self, state: bytes) -> None:
@@ -157,7 +157,7 @@ class DockerSandbox(Sandbox):
         self._copy(["tar", "-xf", "-", "-C", "/"], state, 0)
 
     def copy(self, *, network: bool | None = None) -> Sandbox:
-        """See ``Sandbox.copy``; with ``limits.root`` by an image that ends with the copy."""
+        """See ``Sandbox.copy``. With ``limits.root``, an image is created and removed with the copy."""
         if not self.limits.root:
             return super().copy(network=network)
         with _failures("the sandbox's files cannot be copied"):
@@ -228,7 +228,7 @@ class DockerSandbox(Sandbox):
         return ExitState(code=None if killed_by in ("timeout", "output") else code, killed_by=killed_by)
 
     def _follow(self, connection: socket.socket, made: str, execution: Execution) -> KilledBy | None:
-        """Read the output until the command ends; return the limit that it was killed for, if any."""
+        """Read the output until the command ends. Return the limit for which it was killed, if any."""
         frames = _Frames(execution.out, execution.err)
         connection.settimeout(_TICK_S)
         deadline = time.monotonic() + execution.timeout
@@ -243,7 +243,7 @@ class DockerSandbox(Sandbox):
             except TimeoutError:
                 if ended:
                     return killed_by  # background processes keep the connection open
-                ended = not self._api.exec_inspect(made)["Running"]  # its last output may be in transit
+                ended = not self._api.exec_inspect(made)["Running"]  # its last output might be in transit
             late = time.monotonic() >= deadline
             if killed_by is not None and late:
                 self._kill_container(killed_by)
@@ -254,7 +254,7 @@ class DockerSandbox(Sandbox):
                 self._kill_all(killed_by, execution.user)
 
     def _kill_all(self, reason: KilledBy, user: str | None) -> None:
-        """Kill every process of a command's user; if no process can be started, kill the container."""
+        """Kill every process of a command's user. If no process can be started, kill the container."""
         import docker
 
         try:
@@ -277,7 +277,7 @@ class DockerSandbox(Sandbox):
         return self._oom_kills > before
 
     def _written(self) -> int:
-        """Return the bytes of the files that commands have written, outside mounts."""
+        """Return the size in bytes of the files that commands have written outside mounts."""
         with _failures("the Docker daemon fails"):
             return sum(
                 one.get("SizeRw", 0) for one in self._api.containers(size=True, filters={"id": self._id})
@@ -318,7 +318,7 @@ class _Frames:
         return sum(stream.dropped for stream in self._streams.values())
 
     def feed(self, data: bytes) -> None:
-        """Append received bytes, which may split frames anywhere."""
+        """Append received bytes, which can split frames anywhere."""
         while data:
             if self._left == 0:
                 missing = 8 - len(self._header)
@@ -389,7 +389,7 @@ def _create(client: Any, image: str, limits: SandboxLimits) -> str:
 
 
 def _feed(connection: socket.socket, data: bytes) -> None:
-    """Write a command's stdin and close it; runs concurrently with reading its output."""
+    """Write a command's stdin and close it. Runs concurrently with reading its output."""
     with contextlib.suppress(OSError):
         view = memoryview(data)
         while view:
@@ -400,7 +400,7 @@ def _feed(connection: socket.socket, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _closing(stream: Any) -> Iterator[socket.socket]:
-    """Yield the socket below the SDK's stream, and close both: closing the stream leaves the socket open."""
+    """Yield the socket of the SDK's stream, and close both, since closing the stream leaves it open."""
     connection = getattr(stream, "_sock", stream)
     try:
         yield connection
@@ -410,7 +410,7 @@ def _closing(stream: Any) -> Iterator[socket.socket]:
 
 
 def _end(pid: int, client: Any, container: str, images: list[str], lifelines: list[Any]) -> None:
-    """Remove the container and these images; a forked copy of the server only closes its connections."""
+    """Remove the container and the images. A forked copy of the server only closes its connections."""
     import docker
     import requests
 

@@ -14,18 +14,18 @@ from agentrl_env.errors import LaunchError, install_extra
 from agentrl_env.sandbox.orphans import is_dead
 
 OWNER = "org.agentrl.owner"
-"""Label of every container: the identity of the process that started it."""
+"""Label of every container with the identity of the process that started it."""
 RUN = "org.agentrl.run"
-"""Label of a served container: a random id that its sidecar process also knows."""
+"""Label of a server's container with a random id that its sidecar process also knows."""
 FOLDER = "org.agentrl.folder"
-"""Label of a served container: the host folder that holds its socket."""
+"""Label of a server's container with the host folder of its socket."""
 FOLDER_PREFIX = "agentrl-"
 
 
 def connect(timeout: float = 60.0) -> Any:
     """Return a ``docker.DockerClient`` for the daemon at DOCKER_HOST.
 
-    A call may be silent for ``timeout`` seconds. Raises LaunchError without SDK or daemon.
+    A call fails after ``timeout`` seconds without data. Raises LaunchError without the SDK or a daemon.
     """
     try:
         import docker
@@ -47,7 +47,7 @@ def connect(timeout: float = 60.0) -> Any:
 
 
 def remove_orphans(client: Any) -> list[str]:
-    """Remove containers and copies of them whose owners have ended; return the containers' names.
+    """Remove containers, and images copied from them, whose owners have ended. Return the containers' names.
 
     Containers of another machine or boot are removed only if they have stopped. Raises LaunchError.
     """
@@ -68,7 +68,7 @@ def remove_orphans(client: Any) -> list[str]:
 
 
 def remove(container: Any) -> None:
-    """Remove a container in any state, and the folder of its socket; idempotent."""
+    """Remove a container in any state, and the folder of its socket. Idempotent."""
     import docker
 
     with contextlib.suppress(docker.errors.NotFound):
@@ -81,19 +81,19 @@ def remove(container: Any) -> None:
 
 
 def make_folder() -> Path:
-    """Return a new private folder for a socket; its path is short, as socket paths hold 107 bytes."""
+    """Return a new private folder for a socket. Its path is short, since the limit is 107 bytes."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent if len(parent) < 60 else "/tmp"))
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that ``make_folder`` made; any other path is ignored. Idempotent."""
+    """Remove a folder that ``make_folder`` made. Any other path is ignored. Idempotent."""
     if os.path.basename(folder).startswith(FOLDER_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def discarded_limits(host: dict[str, Any]) -> str:
-    """Return which limits the daemon has dropped from a container's HostConfig; empty if it enforces all.
+    """Return the limits that the daemon dropped from a container's HostConfig, or "" if it enforces all.
 
     A daemon without cgroups, such as a rootless one, sets a limit that it cannot enforce to zero.
     """
@@ -116,7 +116,7 @@ def daemon_errors(action: str) -> Any:
 
 
 def _check_socket(address: str) -> None:
-    """Raise OSError if nothing listens; the SDK would notice too, but leave its socket open."""
+    """Raise OSError if nothing listens. The SDK would also notice this, but leave its socket open."""
     scheme, _, path = address.partition("://")
     if scheme == "unix":
         with socket.socket(socket.AF_UNIX) as probe:

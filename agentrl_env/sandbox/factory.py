@@ -1,4 +1,4 @@
-"""Opening a sandbox: a container if the task names an image, else bubblewrap, else none unless allowed."""
+"""Opens a sandbox: a container if the task names an image, else bubblewrap, else none if allowed."""
 
 from __future__ import annotations
 
@@ -39,33 +39,34 @@ def open_sandbox(
     limits: Limits = "enforced",
     allow_unsafe: bool = False,
 ) -> Sandbox:
-    """Open an isolated sandbox for one episode's commands; close it when the episode ends.
+    """Open an isolated sandbox for the commands of one episode. Close it when the episode ends.
 
     Args:
         kind: "auto" uses a container if ``image`` names one, else bubblewrap.
         image: a container image, or the absolute path of a folder that becomes bubblewrap's root file
             system. By default commands see the host's ``/usr`` and nothing else of the host.
-        files: path -> content, written before the first command; relative paths start at ``/home/agent``.
-        memory: bytes of RAM for all processes together, files included: 268435456 or "256m".
-        disk: bytes for all files together, which lie in ``memory``.
+        files: path -> content, written before the first command. Relative paths start at ``/home/agent``.
+        memory: bytes of RAM for all processes and files together, such as 268435456 or "256m".
+        disk: bytes for all files together. They are part of ``memory``.
         pids: maximum number of processes and threads.
         cpus: CPU time per second, in processors.
         timeout: default seconds that a command may run.
-        max_output: default bytes kept of each of a command's stdout and stderr.
-        network: whether commands can reach this machine's networks. Leave it off unless the task needs it.
-        background: whether processes that a command leaves behind keep running until a command exceeds
-            its timeout or the sandbox closes; by default they end with the command.
+        max_output: default number of bytes kept of a command's stdout, and of its stderr.
+        network: allow commands to reach this machine's networks. Leave it off unless the task needs it.
+        background: keep processes that a command leaves behind running until a command exceeds its timeout
+            or the sandbox closes. By default they end with the command.
         root: run commands as a container's root user, in the image's own working folder and environment, with
-            all its files writable. ``disk`` is then not part of ``memory``; what commands write is counted
-            when they end, so that one command can exceed it. Only with a container's ``image``.
-        limits: "enforced" opens no sandbox if nothing can enforce the limits; "best_effort" opens one with
-            what can be had, and logs that once, as ``AGENTRL_SANDBOX_LIMITS=best_effort`` does for all tasks.
+            all its files writable. ``disk`` is then not part of ``memory``. Written files are counted when a
+            command ends, so that a single command can exceed the limit. Only with a container's ``image``.
+        limits: "enforced" opens no sandbox if nothing can enforce the limits. "best_effort" opens a sandbox
+            with the limits that can be enforced, and logs this once. ``AGENTRL_SANDBOX_LIMITS=best_effort``
+            does the same for all tasks.
         allow_unsafe: run commands without a sandbox if none is available, without the image if no Docker
-            daemon answers, and with best-effort limits, as ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does for all
-            tasks.
+            daemon answers, and with best-effort limits. ``AGENTRL_ALLOW_UNSAFE_SANDBOX=1`` does the same for
+            all tasks.
 
     Raises:
-        SandboxUnavailable: this machine has no sandbox; the message says what to install or allow.
+        SandboxUnavailable: this machine has no sandbox. The message says what to install or allow.
         SandboxFailed: a sandbox is available and does not start, or nothing can enforce its limits.
     """
     if limits not in get_args(Limits):

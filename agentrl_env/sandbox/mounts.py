@@ -35,7 +35,7 @@ _INODE_BYTES = 16384
 
 
 def layers(image: Path | None) -> dict[str, str]:
-    """Return writable layer -> where the sandbox sees it."""
+    """Return writable layer -> its path inside the sandbox."""
     return {"root": "/"} if image else {"root": "/", "local": "/usr/local"}
 
 
@@ -102,7 +102,7 @@ def _script(limits: SandboxLimits, lower: Path, upper: str, *, files: int, host:
 
 
 def _writable(lower: Path) -> list[str]:
-    """Return the folders below ``lower`` that the sandbox's user will own; their files stay read-only."""
+    """Return the folders below ``lower`` that the sandbox's user will own. Their files stay read-only."""
     try:
         return [entry.name for entry in os.scandir(lower) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -115,7 +115,7 @@ def _option(path: Path) -> str:
 
 
 def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
-    """Return the mounts that make the host's programs visible, and nothing else of the host."""
+    """Return the mounts that make only the host's programs visible."""
     view = ["--bind", f"{_MOUNT}/layers/root", "/", "--ro-bind", "/usr", "/usr"]
     if Path("/usr/local").is_dir():
         view += ["--bind", f"{_MOUNT}/merged", "/usr/local"]
@@ -132,7 +132,7 @@ def _host_view(limits: SandboxLimits, prefix: str | None) -> list[str]:
 
 @functools.cache
 def _python(image: Path | None) -> tuple[str, str | None]:
-    """Return the path of a Python in the sandbox, and the folder to mount for it if outside ``/usr``."""
+    """Return the path of a Python in the sandbox, and the folder to mount if it is outside ``/usr``."""
     root = image or Path("/")
     for folder in reversed(PATH.split(":")):
         if (root / folder.lstrip("/") / "python3").exists():

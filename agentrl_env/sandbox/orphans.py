@@ -15,13 +15,13 @@ _NAME = re.compile(re.escape(PREFIX) + r"([0-9a-f]+-\d+-\d+)-[0-9a-f]+")
 
 
 def process_identity(pid: int | None = None) -> str:
-    """Return an identity that no later process gets; empty on platforms without ``/proc``.
+    """Return an identity that no later process gets. Empty on platforms without ``/proc``.
 
     The format is ``HOST-PID-START``: a hash of the boot id and the pid namespace (12 hexadecimal digits),
     the process id, and the start time in clock ticks. It is valid in labels and file names.
 
     Args:
-        pid: the process; this process by default.
+        pid: id of the process. By default this process.
     """
     pid = os.getpid() if pid is None else pid
     start = _start_time(pid)
@@ -29,7 +29,7 @@ def process_identity(pid: int | None = None) -> str:
 
 
 def is_dead(identity: str) -> bool | None:
-    """Return True if the process with this identity has ended; zombies count as ended.
+    """Return True if the process with this identity has ended. Zombies count as ended.
 
     Returns None for identities of another machine, boot or pid namespace, and for malformed ones.
     """
@@ -41,7 +41,7 @@ def is_dead(identity: str) -> bool | None:
 
 
 def resource_name() -> str:
-    """Return a unique name for a folder or cgroup of this process; it includes the process identity."""
+    """Return a unique name, including the process identity, for a folder or cgroup of this process."""
     return f"{PREFIX}{process_identity() or 'unknown'}-{secrets.token_hex(8)}"
 
 
@@ -62,7 +62,7 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return a process's start time in clock ticks since boot; empty if it does not run."""
+    """Return a process's start time in clock ticks since boot, or "" if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,18 +24,18 @@ from agentrl_env.errors import SandboxFailed
 
 logger = logging.getLogger("agentrl_env")
 HOME = "/home/agent"
-"""The working folder of commands; relative paths start here."""
+"""The working folder of commands. Relative paths start here."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 BASE_ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "USER": "agent", "TMPDIR": "/tmp"}
-"""The whole environment of a command, apart from what ``run`` adds."""
+"""The whole environment of a command, apart from variables that ``run`` adds."""
 MAX_FILE = 16 << 20
 """Default maximum of bytes that ``read`` returns."""
 OVERHEAD = 24 << 20
-"""Bytes of memory reserved for the processes that run commands; files may fill the rest."""
+"""Bytes of memory reserved for the processes that run commands. Files may fill the rest."""
 DISCARD_LIMIT = 16 << 20
 """Bytes of output that are read and dropped before a command is killed for endless output."""
 GRACE_S = 10.0
-"""Seconds that a killed command may take to end."""
+"""Seconds for a killed command to end."""
 _CHUNK = 1 << 16
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -60,7 +60,7 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one sandbox; the fields are arguments of ``open_sandbox``."""
+    """Resource limits of one sandbox. The fields are arguments of ``open_sandbox``."""
 
     memory: int
     disk: int
@@ -72,7 +72,7 @@ class SandboxLimits:
     background: bool = False
     root: bool = False
     best_effort: bool = False
-    """Whether the sandbox may start if cgroups cannot enforce the limits."""
+    """Start the sandbox even if cgroups cannot enforce the limits."""
 
     def __post_init__(self) -> None:
         if self.disk <= 0 or (self.disk + OVERHEAD > self.memory and not self.root):
@@ -90,7 +90,7 @@ class ExecResult:
     """The result of one command."""
 
     code: int | None
-    """The exit status; None if the command was killed."""
+    """The exit status, or None if the command was killed."""
     stdout: str
     stderr: str
     timed_out: bool = False
@@ -98,9 +98,9 @@ class ExecResult:
     """True if output beyond ``max_output`` was dropped."""
     killed_by: KilledBy | None = None
     seconds: float = 0.0
-    """How long the command ran."""
+    """Duration of the command in seconds."""
     note: str = ""
-    """One sentence from the sandbox: why the command was killed or did not start."""
+    """A sentence about why the command was killed or did not start."""
 
     @property
     def text(self) -> str:
@@ -122,7 +122,7 @@ class Stream:
         self.total = 0
 
     def feed(self, data: bytes) -> None:
-        """Append bytes; those beyond the limit are counted and dropped."""
+        """Append bytes. Bytes beyond the limit are counted and dropped."""
         self.total += len(data)
         self._kept.write(data[: max(0, self._limit - self._kept.tell())])
 
@@ -149,7 +149,7 @@ class Execution:
     cwd: str = "/"
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
-    """Name or number of a user of the image; None for that of the sandbox."""
+    """Name or number of a user of the image. None for the sandbox's user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +163,20 @@ class ExitState:
 
 
 class Sandbox(ABC):
-    """An isolated place for one episode, with its own files, processes and limits.
+    """An isolated environment for one episode, with its own files, processes and limits.
 
-    One command runs at a time; concurrent calls wait. Errors of a command, and limits that it exceeds,
+    One command runs at a time. Concurrent calls wait. Errors of a command, and limits that it exceeds,
     are part of its ``ExecResult``. An exception means an infrastructure failure.
     """
 
     _shell = "/bin/sh"
     _home = HOME
-    """The working folder of commands; relative paths start here."""
+    """The working folder of commands. Relative paths start here."""
     _finish: weakref.finalize[..., Sandbox]
     """Releases everything when the sandbox is closed or collected, or at exit."""
     _ended_by: KilledBy | None = None
-    """The limit that commands exceeded so far that the sandbox itself ended. That is the commands' failure
-    and not the infrastructure's: further commands are results, and files raise OSError."""
+    """The limit that commands exceeded by so much that the sandbox itself ended. This is a failure of the
+    commands, not of the infrastructure: further commands return results, and file calls raise OSError."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
@@ -202,12 +202,12 @@ class Sandbox(ABC):
 
         Args:
             command: text for a shell, or a list of arguments that is run without a shell.
-            timeout: seconds until all processes are killed; the sandbox's limit by default.
+            timeout: seconds until all processes are killed. By default the sandbox's limit.
             stdin: the command's standard input.
-            cwd: the working folder; by default ``HOME``, or with ``root`` that of the image.
+            cwd: the working folder. By default ``HOME``, or the image's folder with ``root``.
             env: additional environment variables.
-            max_output: bytes kept of each stream; the sandbox's limit by default.
-            user: with ``root``, another user of the image; only its processes are killed with the command.
+            max_output: bytes kept of each stream. By default the sandbox's limit.
+            user: with ``root``, another user of the image. Only its processes are killed with the command.
 
         Raises SandboxFailed if the sandbox is closed or dead, or its backend does not answer.
         """
@@ -253,21 +253,21 @@ class Sandbox(ABC):
         )
 
     async def arun(self, command: Command, **options: object) -> ExecResult:
-        """Run a command on a thread; takes the arguments of ``run``."""
+        """Run a command on a thread. Takes the arguments of ``run``."""
         return await asyncio.to_thread(self.run, command, **options)  # type: ignore[arg-type]
 
     @abstractmethod
     def write(self, path: str, data: str | bytes) -> None:
-        """Write a file as the sandbox's user; missing folders are created.
+        """Write a file as the sandbox's user. Missing folders are created.
 
         Raises:
             OSError: the path is invalid or a folder, permission is denied, the disk is full, or commands
-                exceeded a limit so far that the sandbox ended.
+                exceeded a limit by so much that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files, path -> content; faster than single writes. Raises as ``write``."""
+        """Write many files, path -> content, faster than single writes. Raises the errors of ``write``."""
         for path, data in files.items():
             self.write(path, data)
 
@@ -277,13 +277,13 @@ class Sandbox(ABC):
 
         Raises:
             OSError: the path is invalid, the file does not exist or is not a regular file, permission is
-                denied, or commands exceeded a limit so far that the sandbox ended.
+                denied, or commands exceeded a limit by so much that the sandbox ended.
             SandboxFailed: see ``run``.
         """
 
     @abstractmethod
     def snapshot(self) -> bytes:
-        """Return all changed files as a tar archive; processes are not part of it. Raises SandboxFailed."""
+        """Return all changed files as a tar archive, without processes. Raises SandboxFailed."""
 
     @abstractmethod
     def restore(self, state: bytes) -> None:
@@ -293,7 +293,7 @@ class Sandbox(ABC):
         """Open a sandbox of the same kind with the same files, without processes.
 
         Args:
-            network: replaces the limit of the same name.
+            network: replaces ``network`` of the limits.
 
         Raises SandboxFailed.
         """
@@ -323,7 +323,7 @@ class Sandbox(ABC):
             raise OSError(errno.EIO, f"commands exceeded a limit ({self._ended_by}), which ended the sandbox")
 
     def _end_state(self, execution: Execution) -> ExitState:
-        """Run a command; one that cannot run for its own arguments is a result too."""
+        """Run a command. If it cannot run because of its arguments, this is a result too."""
         if self._finish.alive and self._ended_by:
             return ExitState(killed_by=self._ended_by)
         try:
@@ -334,7 +334,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _execute(self, execution: Execution) -> ExitState:
-        """Run a command; the caller holds the lock."""
+        """Run a command. The caller holds the lock."""
 
     def __enter__(self) -> Self:
         return self
@@ -344,18 +344,18 @@ class Sandbox(ABC):
 
 
 def argument_list(command: Command, shell: str) -> list[str]:
-    """Return a command's arguments; text is run by the shell. Lone surrogates become question marks."""
+    """Return a command's arguments. A text is run by the shell. Lone surrogates become question marks."""
     listed = [shell, "-c", command] if isinstance(command, str) else list(command)
     return [word.encode("utf-8", "replace").decode() for word in listed]
 
 
 def absolute(path: str, home: str = HOME) -> str:
-    """Return the normalized absolute path in a sandbox; relative paths start at ``home``.
+    """Return the normalized absolute path in a sandbox. Relative paths start at ``home``.
 
     Raises OSError if the path is empty, contains a NUL or cannot be encoded.
     """
     if not path or "\0" in path or re.search("[\ud800-\udfff]", path):
-        raise OSError(errno.EINVAL, f"the path {path!r} names no file")
+        raise OSError(errno.EINVAL, f"the path {path!r} is not a file path")
     return posixpath.normpath(posixpath.join(home, path)).replace("//", "/", 1)
 
 
@@ -372,30 +372,30 @@ def tar_archive(files: Mapping[str, str | bytes], home: str = HOME) -> bytes:
 
 @functools.cache
 def announce(text: str) -> None:
-    """Log a warning, once per process."""
+    """Log a warning once per process."""
     logger.warning(text)
 
 
 def as_bytes(data: str | bytes) -> bytes:
-    """Encode text as UTF-8; lone surrogates become question marks."""
+    """Encode text as UTF-8. Lone surrogates become question marks."""
     return data.encode("utf-8", "replace") if isinstance(data, str) else data
 
 
 def as_text(data: bytes) -> str:
-    """Decode output as UTF-8; undecodable bytes and NULs become U+FFFD."""
+    """Decode output as UTF-8. Undecodable bytes and NULs become U+FFFD."""
     return data.decode("utf-8", "replace").replace("\0", "�")
 
 
 def collect(
     outputs: Mapping[int, Stream], ended: int, *, timeout: float, kill: Callable[[], None]
 ) -> KilledBy | None:
-    """Read a command's outputs until it ends; return the limit that it was killed for, if any.
+    """Read a command's outputs until it ends. Return the limit for which it was killed, if any.
 
     Args:
         outputs: non-blocking descriptor -> stream for its bytes.
         ended: descriptor that becomes readable when the command has ended.
         timeout: seconds until ``kill`` is called.
-        kill: ends the command; called at most once.
+        kill: ends the command. It is called at most once.
 
     Raises SandboxFailed if the command does not end after it was killed.
     """
@@ -425,7 +425,7 @@ def collect(
 
 
 def _read(descriptor: int, stream: Stream) -> bool:
-    """Read one chunk; return False at the end of the output."""
+    """Read one chunk. Return False at the end of the output."""
     try:
         data = os.read(descriptor, _CHUNK)
     except BlockingIOError:
@@ -435,7 +435,7 @@ def _read(descriptor: int, stream: Stream) -> bool:
 
 
 def _drain(descriptor: int, stream: Stream) -> None:
-    """Read the available output without waiting: a background process may hold the other end open."""
+    """Read the available output without waiting, since a background process can hold the other end open."""
     limit = stream.total + DISCARD_LIMIT
     while stream.total < limit:
         before = stream.total

@@ -1,6 +1,6 @@
 """A system call filter: denies calls that commands do not need and that have had kernel bugs.
 
-The same list makes bubblewrap's filter (``program``) and the profile of a container (``docker_profile``).
+Bubblewrap's filter (``program``) and the profile of containers (``docker_profile``) use the same list.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _REFUSED = {
 }
 """Name -> its numbers on x86_64 and aarch64."""
 _LASTING = {"shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)}
-"""System V IPC: memory that belongs to no process, which would outlive commands and their limits."""
+"""System V IPC, whose memory belongs to no process and would outlive commands and their limits."""
 UNCOUNTED = {"memfd_create": (319, 279), "sched_setaffinity": (203, 122)}
-"""Memory that no process shows, and the choice of processors: refused if no cgroup limits them."""
+"""Calls that are refused unless a cgroup limits them: unaccounted memory and the choice of processors."""
 
 
 def program(machine: str | None = None, *, uncounted: Iterable[str] = ()) -> bytes | None:
     """Return the filter as ``struct sock_filter[]``, or None for architectures without a list of calls.
 
     Args:
-        machine: the architecture; this machine's by default.
+        machine: the architecture. By default this machine's.
         uncounted: names in ``UNCOUNTED`` that are refused too.
     """
     machine = machine or platform.machine()
@@ -77,7 +77,7 @@ def program(machine: str | None = None, *, uncounted: Iterable[str] = ()) -> byt
     ]
     for number in sorted(n for n in (numbers[column] for numbers in calls) if n is not None):
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
-    # clone3 passes its flags in memory, which a filter cannot read; the C library falls back to clone.
+    # clone3 passes its flags in memory, which a filter cannot read. The C library falls back to clone.
     for number in (_CLONE3, *(numbers[column] for numbers in _LASTING.values())):
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     lines += [
@@ -97,7 +97,7 @@ def program(machine: str | None = None, *, uncounted: Iterable[str] = ()) -> byt
 def docker_profile() -> str:
     """Return the same filter as a seccomp profile of Docker.
 
-    System V IPC is allowed: the container's sysctls limit it.
+    System V IPC is allowed, because the container's sysctls limit it.
     """
 
     def refuse(names: list[str], number: int, **argument: object) -> dict[str, object]:

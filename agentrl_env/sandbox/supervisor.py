@@ -1,12 +1,12 @@
-"""Process 1 of a bubblewrap sandbox: runs commands one at a time, as requested over a socket on stdin.
+"""Process 1 of a bubblewrap sandbox: runs commands one at a time, on request over a socket on stdin.
 
-The module uses only the standard library of the Python in the sandbox, and has no privileges that commands
-lack. As process 1 of its pid namespace it cannot be killed or stopped by commands. When the socket closes
-it exits, and the kernel kills all other processes.
+The module uses only the standard library of the Python in the sandbox, and has no more privileges than
+commands. Commands cannot kill or stop it, because it is process 1 of its pid namespace. When the socket
+closes, it exits and the kernel kills all other processes.
 
-A request is a JSON line with three descriptors (stdin, stdout, stderr); ``{"op": "kill"}`` has none. A
+A request is a JSON line with three descriptors (stdin, stdout, stderr). ``{"op": "kill"}`` has none. A
 response is a JSON line: ``{"code"}``, ``{"signal"}`` or ``{"failed"}``, with ``"pids": true`` if the process
-limit was hit, ``"memory": true`` if memory ran out.
+limit was hit, and ``"memory": true`` if memory ran out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     _send(control, {"ready": True})
-    _, (oom,) = _receive(control)  # this process's oom_score_adj, which nobody can open in the sandbox
+    _, (oom,) = _receive(control)  # this process's oom_score_adj, which cannot be opened in the sandbox
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     memory = 0
     while True:
@@ -94,7 +94,7 @@ def _serve(
 
 
 def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | str:
-    """Return the child's status when it ends, or why it must be killed: "kill" or "memory"."""
+    """Wait for the child. Return its status, or the reason to kill it: "kill" or "memory"."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(awake, select.POLLIN)
@@ -112,13 +112,13 @@ def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | 
 
 
 def _used() -> int:
-    """Return the bytes that all commands and files use; memory shared by processes counts for each."""
+    """Return the bytes that all commands and files use. Shared memory counts for each process."""
     files = os.fstatvfs(LAYERS)
     total = (files.f_blocks - files.f_bfree) * files.f_frsize
     for pid in os.listdir("/proc"):
         if pid.isdigit() and pid != "1":
             with contextlib.suppress(OSError):
-                last = max(os.listdir(f"/proc/{pid}/task"), key=int)  # the first may have ended before others
+                last = max(os.listdir(f"/proc/{pid}/task"), key=int)  # the first one might have ended
                 with open(f"/proc/{pid}/task/{last}/status", "rb") as status:
                     for line in status:
                         if line.startswith((b"RssAnon:", b"RssShmem:")):
@@ -142,7 +142,7 @@ def _reap() -> dict[int, int]:
 def _kill_all() -> None:
     """Kill every other process of the namespace and wait until all have ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # atomic: no process can fork meanwhile
+        os.kill(-1, signal.SIGKILL)  # this is atomic, so no process can fork meanwhile
     while True:
         try:
             os.waitpid(-1, 0)
@@ -151,7 +151,7 @@ def _kill_all() -> None:
 
 
 def _child(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Run the command in the forked child; never returns."""
+    """Run the command in the forked child. Never returns."""
     status = 126
     try:
         os.setsid()
@@ -268,7 +268,7 @@ _FILE_OPERATIONS = {"write": _write, "read": _read, "snapshot": _snapshot, "rest
 
 
 def _regular(descriptor: int) -> int:
-    """Return the descriptor if it is a regular file; raise OSError for files that could block."""
+    """Return the descriptor if it is a regular file. Raise OSError for files that could block."""
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file")
@@ -287,7 +287,7 @@ def _send(control: socket.socket, response: dict[str, Any]) -> None:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next request and its descriptors; exit if the socket is closed."""
+    """Return the next request and its descriptors. Exit if the socket is closed."""
     data, descriptors = b"", array.array("i")
     while not data.endswith(b"\n"):
         piece, ancillary, _, _ = control.recvmsg(

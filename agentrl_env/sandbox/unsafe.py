@@ -1,4 +1,4 @@
-"""No isolation: commands run in a temporary folder as this process's user. Must be allowed explicitly."""
+"""No isolation: commands run in a temporary folder as this process's user. It must be allowed explicitly."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from agentrl_env.sandbox.sandbox import (
 
 
 class UnsafeSandbox(Sandbox):
-    """A plain folder: limits time, output and the memory of each process, and isolates nothing.
+    """A plain folder without isolation. Time, output and the memory of each process are limited.
 
-    ``HOME`` stands for the folder. ``read`` and ``write`` refuse paths outside it; commands can use them.
+    ``HOME`` stands for the folder. ``read`` and ``write`` refuse paths outside it, but commands can use them.
     """
 
     def __init__(self, limits: SandboxLimits) -> None:
@@ -96,7 +96,7 @@ class UnsafeSandbox(Sandbox):
     def _start(
         self, execution: Execution, stack: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], dict[int, Stream], int]:
-        """Start a command; return it, its outputs, and a descriptor that becomes readable when it ends."""
+        """Start a command. Return it, its outputs, and a descriptor that becomes readable when it ends."""
         folder = self._inside(execution.cwd)
         ended, writable = os.pipe()
         stack.callback(os.close, ended)
@@ -154,7 +154,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a process of a command's group runs; until then the group id is not reused."""
+    """Return True if a process of a command's group runs. While one runs, the group id is not reused."""
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:

@@ -61,9 +61,10 @@ _LARGE_BYTES = 64 * 1024
 class Session:
     """One episode of one environment instance.
 
-    Steps are numbered from 1 by ``seq``. A repeated ``seq`` returns the stored result. Steps and other calls of
-    author code run one at a time, in the order of submission. They run to their end even if the caller gives
-    up. An exception in author code ends the session as ``failed_environment``. ``step`` does not raise it.
+    Steps are numbered from 1 by ``seq``. A repeated ``seq`` returns the stored result. Steps and other calls
+    of author code run one at a time, in the order of submission, and run to their end even if the caller
+    gives up. An exception in author code ends the session as ``failed_environment``; ``step`` does not raise
+    it.
 
     Args:
         environment: class of the task.
@@ -72,8 +73,8 @@ class Session:
         threads: pool for blocking author code.
         clock: returns the monotonic time in seconds.
         observer: counts, logs and traces.
-        message_loop_s: seconds for which the calls of one message may occupy the event loop. Further calls are
-            not executed, and the model gets an error for them.
+        message_loop_s: seconds for which the calls of one message may occupy the event loop. Further calls
+            are not executed, and the model gets an error for them.
         history_bytes: size of the turns to keep.
     """
 

@@ -1,4 +1,4 @@
-"""The conformance kit: ``check_environment(Guess)`` in a test suite, ``agentrl-env check`` in a shell."""
+"""The conformance kit, used as ``check_environment(Guess)`` in a test suite or ``agentrl-env check``."""
 
 from agentrl_env.testing.checker import check_environment, run_checks, run_quality
 from agentrl_env.testing.quality import TaskQuality

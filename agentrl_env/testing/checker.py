@@ -30,12 +30,12 @@ Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
 DEADLINE = 60.0
 """Seconds a check may take."""
 GRACE = 1.0
-"""Seconds that a check may take beyond its deadline to report the timeout itself."""
+"""Extra seconds in which a check can report its own timeout."""
 logger = logging.getLogger("agentrl_env")
 
 
 def check_environment(environment: type[Environment] | str, *, deadline: float = DEADLINE) -> Report:
-    """Assert that an environment passes all checks; for a test suite.
+    """Assert in a test suite that an environment passes all checks.
 
     Example::
 
@@ -43,15 +43,15 @@ def check_environment(environment: type[Environment] | str, *, deadline: float =
             check_environment(Guess)
 
     Args:
-        environment: The class, or a target such as its folder.
+        environment: The class, or a target such as the task's folder.
         deadline: Seconds each check may take.
 
     Returns:
         The report, which has no failures.
 
     Raises:
-        AssertionError: A check failed; the message has the evidence.
-        TargetError: The class cannot be loaded, or offers a model nothing to do.
+        AssertionError: A check failed. The message contains the evidence.
+        TargetError: The class cannot be loaded, or has neither tools nor ``respond``.
     """
     (report,) = run_checks(load_target(environment).local, deadline=deadline)
     if not report.ok:
@@ -70,14 +70,14 @@ def run_checks(
     """Check one task, or all tasks of the client, and return a report for each.
 
     Args:
-        connect: Returns the client: ``Guess.local``, or a function that calls ``EnvClient.connect``.
-        task: Name of the task; all by default.
+        connect: Returns the client, for example ``Guess.local`` or a call of ``EnvClient.connect``.
+        task: Name of the task. By default all tasks are checked.
         deadline: Seconds each check may take.
         checks: The checks to run, in order.
-        on_result: Called with the task's name and each result as it arrives.
+        on_result: Called with the task's name and each result, as soon as it is known.
 
     Raises:
-        AgentRLError: The tasks could not be listed (no server, a wrong token, an unknown task, no time).
+        AgentRLError: The tasks could not be listed (no server, wrong token, unknown task, timeout).
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
@@ -121,14 +121,14 @@ def run_quality(
 
     Args:
         connect: Returns the client, as for ``run_checks``.
-        task: Name of the task; all by default.
-        deadline: Seconds in which the episodes of one policy on one split begin.
-        samples: Samples of each split.
-        splits: Names of splits; all by default.
-        model: A model to play groups of episodes; it is closed at the end.
+        task: Name of the task. By default all tasks are measured.
+        deadline: Seconds in which episodes of one policy on one split can start.
+        samples: Number of samples of each split.
+        splits: Names of splits. By default all splits are played.
+        model: A model to play groups of episodes. It is closed at the end.
 
     Raises:
-        AgentRLError: The tasks could not be listed, a split is unknown, or a call blocks for ever.
+        AgentRLError: The tasks could not be listed, a split is unknown, or a call blocks forever.
     """
 
     async def measure(tasks: Sequence[TaskInfo]) -> list[TaskQuality]:
@@ -151,7 +151,7 @@ def run_quality(
         try:
             return loop.run(measure(selected), limit)
         except TimeoutError:
-            reason = "a call of the task may block the event loop"
+            reason = "a call of the task might block the event loop"
             raise CallTimeout(f"the tasks could not be measured in {limit:g} s; {reason}") from None
     finally:
         _close(loop, client, CLOSE_TIMEOUT)
@@ -164,12 +164,12 @@ def _tasks_of(loop: LoopThread, client: EnvClient, deadline: float) -> dict[str,
     except TimeoutError:
         raise CallTimeout(
             f"the tasks were not listed within {deadline:g} s (--deadline sets a longer time); "
-            "startup() may hang, or the server be busy"
+            "startup() might hang, or the server is busy"
         ) from None
 
 
 def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:
-    """Close the client and the loop, which an environment may block; return why it failed, else ""."""
+    """Close the client and the loop, which an environment can block. Return the reason if this fails."""
     problem = ""
     try:
         loop.run(client.aclose(), timeout)
@@ -187,7 +187,7 @@ def _run_watched(
     checks: tuple[Check, ...],
     on_result: Callable[[str, CheckResult], None],
 ) -> list[CheckResult]:
-    """Run the checks of a task; what blocks the event loop meanwhile is the task's."""
+    """Run the checks of a task. Code that blocks the event loop meanwhile is attributed to the task."""
     name, backend = context.task.name, context.client.backend
     if isinstance(backend, LocalBackend):
         context.environment = backend.pool.environment(name)
@@ -201,7 +201,7 @@ def _run_watched(
 
 
 class _Watch:
-    """Finds code that blocks the event loop, in the checks of one task or outside, as in ``startup``."""
+    """Finds code that blocks the event loop, in the checks of a task or outside them, as in ``startup``."""
 
     def __init__(self) -> None:
         self.outside: list[Block] = []
@@ -218,7 +218,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def giving_to(self, found: list[Block]) -> Iterator[None]:
-        """Add what is found to a list."""
+        """Add the blocking code that is found in this context to a list."""
         self._found = found
         try:
             yield
@@ -227,13 +227,13 @@ class _Watch:
 
 
 def _is_hook(context: CheckContext, block: Block) -> bool:
-    """Return True if a block is ``startup`` or ``shutdown`` of the task."""
+    """Return True if the blocking code is ``startup`` or ``shutdown`` of the task."""
     bases = context.environment.__mro__ if context.environment else ()
     return block.function in {f"{base.__name__}.{name}" for base in bases for name in ("startup", "shutdown")}
 
 
 class _Failures(logging.Handler):
-    """Collects what close() and shutdown() of the tasks of this process raised, which no caller gets."""
+    """Collects exceptions of the tasks' close() and shutdown(), which are logged and not raised."""
 
     def __init__(self, contexts: list[CheckContext]) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Failures(logging.Handler):
 
 
 def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ...]) -> Iterator[CheckResult]:
-    """Run the checks; skip the rest after one that makes them meaningless."""
+    """Run the checks. Skip the rest after a check that did not finish."""
     stopped_by = ""
     for check in checks:
         begin = time.monotonic()
@@ -272,7 +272,7 @@ def _run_checks(loop: LoopThread, context: CheckContext, checks: tuple[Check, ..
 
 
 def _run_check(loop: LoopThread, check: Check, context: CheckContext) -> tuple[CheckOutcome, bool]:
-    """Run one check, with a timeout from outside in case the event loop itself hangs."""
+    """Run one check, with a second timeout outside the event loop in case the loop itself hangs."""
     timeout = context.deadline + min(CLOSE_TIMEOUT, context.deadline) + GRACE
     try:
         return loop.run(_run_within_deadline(check, context), timeout)
@@ -282,7 +282,7 @@ def _run_check(loop: LoopThread, check: Check, context: CheckContext) -> tuple[C
 
 
 def _read_record(check: Check, context: CheckContext) -> CheckOutcome:
-    """Run a check that awaits nothing; the event loop may be stuck."""
+    """Run a check that awaits nothing, without the event loop, which might be stuck."""
     context.begin(check.__name__)
     try:
         next(check(context).__await__())
@@ -306,7 +306,7 @@ async def _run_within_deadline(check: Check, context: CheckContext) -> tuple[Che
     except AgentRLError as error:
         reachable = not isinstance(error, ServerUnreachable)
         return context.stopped(error), reachable
-    except Exception as error:  # a report in which one check is missing is better than none
+    except Exception as error:  # report the other checks anyway
         logger.warning("check %s failed", check.__name__, exc_info=error)
         return failed(f"{context.doing}: the check itself failed: {describe(error)}"), True
     finally:

@@ -1,6 +1,6 @@
 """The conformance checks: the contract of an environment, one function for each rule.
 
-A check takes a ``CheckContext`` and returns a ``CheckOutcome``; the first line of its docstring is the
+A check takes a ``CheckContext`` and returns a ``CheckOutcome``. The first line of its docstring is the
 question in the report. ``agentrl_env.testing.checker`` runs ``CHECKS`` in order, each under a deadline.
 """
 
@@ -37,16 +37,16 @@ from agentrl_env.types import TRUNCATED, Message, SessionStatus, StepResult, Too
 BLOCKED_S = 0.1
 """Seconds that one call may block the event loop."""
 LONG_OUTPUT = 250_000
-"""Characters of an answer that no model reads. An argument of the check has up to 100,000, and may be
-quoted in the answer."""
+"""Characters above which an answer is too long for a model. An argument of a check has up to 100,000
+characters, which the answer might quote."""
 EXPERT_EPISODES = 20
 EXPERT_SUCCESS = 0.2
-"""Minimum success rate of an expert. Experts may be noisy on purpose, but one that fails more often
-says little about the task."""
+"""Minimum success rate of an expert. Experts can be noisy on purpose, but an expert that fails more often
+is not evidence that the task can be solved."""
 RELIABLE_SUCCESS = 0.8
-"""Success rate of an expert below which a warning tells that many episodes have not been shown solvable."""
+"""Success rate of an expert below which a warning reports that many episodes might not be solvable."""
 INVALID_TURN = Message.assistant(None, ToolCall.of("no_such_tool"))
-"""A turn without effect in every environment."""
+"""A turn that has no effect in any environment."""
 MAX_TURNS = 10_000
 
 
@@ -112,7 +112,7 @@ async def close(context: CheckContext) -> CheckOutcome:
     session = await context.open(context.indices(1)[0])
     await session.step(INVALID_TURN)
     twins = [await context.client.resume(session.session_id) for _ in range(2)]
-    for twin in twins:  # a closed ClientSession does not send a second request
+    for twin in twins:  # two objects, because a closed ClientSession sends no second request
         context.doing = "close() of a session"
         await twin.close()
     if raised := context.failures["close"]:
@@ -185,7 +185,7 @@ async def random_play(context: CheckContext) -> CheckOutcome:
 
 
 def _refused_tools(context: CheckContext) -> str | None:
-    """Return which tools no call could be drawn for, or refused each call that fits their schema."""
+    """Return the tools for which no call could be drawn, or which refused every valid call."""
     for tool in context.task.tools:
         try:
             sample_arguments(tool, np.random.default_rng(0))
@@ -199,7 +199,7 @@ def _refused_tools(context: CheckContext) -> str | None:
 
 
 def _calls(context: CheckContext) -> tuple[set[str], dict[str, tuple[str, str]]]:
-    """Return the tools that accepted a call, and a refused call of each tool with its answer."""
+    """Return the tools that accepted a call, and for each tool a refused call with its answer."""
     accepted: set[str] = set()
     refused: dict[str, tuple[str, str]] = {}
     known = {tool.function.name for tool in context.task.tools}
@@ -215,7 +215,7 @@ def _calls(context: CheckContext) -> tuple[set[str], dict[str, tuple[str, str]]]
 
 
 def _answer_problem(action: Message, result: StepResult) -> str | None:
-    """Return the calls without an answer; each call needs exactly one, in order."""
+    """Return a description of unanswered calls. Each call needs exactly one answer, in order."""
     if result.status is SessionStatus.FAILED_ENVIRONMENT:
         return None
     called = [call.id for call in action.tool_calls or ()]
@@ -336,8 +336,8 @@ async def fork(context: CheckContext) -> CheckOutcome:
 async def _fork_problem(context: CheckContext, whole: Rollout, turn: int, lost: list[str]) -> str | None:
     """Replay an episode, fork it twice after a turn, and return what differs afterwards.
 
-    The first fork plays different actions before the others continue, so that shared state shows. Why the
-    state could not be sent to another server is added to ``lost``.
+    The first fork plays different actions before the others continue, so that shared state is detected. If
+    the state could not be sent to another server, the reason is added to ``lost``.
     """
     index, seed = whole.sample.index, whole.sample.seed
     original = await context.open(index, seed)
@@ -382,7 +382,7 @@ async def fuzz(context: CheckContext) -> CheckOutcome:
 async def _running_session(
     context: CheckContext, session: ClientSession | None, count: int, rng: np.random.Generator
 ) -> ClientSession:
-    """Return a running session, sometimes after a move of the expert to reach later states."""
+    """Return a running session. Sometimes the expert has made a move, to reach later states."""
     if session is not None and not session.status.final and context.has_expert and rng.random() < 0.3:
         context.doing = f"the expert's move in turn {session.turn + 1}"
         rollout = Rollout(sample=session.sample, opening=session.messages)
@@ -437,7 +437,7 @@ def _expert_plan(context: CheckContext) -> list[tuple[str, int]]:
     return [plan for plans in zip_longest(*by_split) for plan in plans if plan is not None]
 
 
-# The process: what one session does to the others
+# The process: effects of one session on the others
 
 
 async def output(context: CheckContext) -> CheckOutcome:
@@ -484,6 +484,6 @@ CHECKS = (
 )  # fmt: skip
 """All checks, in the order they run."""
 RECORDS = (results, output, event_loop, shutdown)
-"""Checks of what the others recorded; they run even if an earlier one did not finish."""
+"""Checks of what other checks recorded. They run even if an earlier check did not finish."""
 LAST = (event_loop, shutdown)
-"""Records that are complete once the client is closed."""
+"""Checks of records that are complete only after the client is closed."""

@@ -1,4 +1,4 @@
-"""The context of a check: one task of a client, a deadline, and the episodes that policies play in it."""
+"""The context of a check: one task of a client, a deadline, and the played episodes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from agentrl_env.types import Message, SessionStatus, StepResult, TaskInfo, Task
 
 T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
-"""Seconds to wait for hanging sessions to close; at most the deadline of a check."""
+"""Seconds to wait for hanging sessions to close, but at most the deadline of a check."""
 WAIT = 5.0
 """Seconds to wait for a free session on a full server."""
 ENDLESS = 1_000
-"""Indices of an endless split are drawn below this."""
+"""Indices of an endless split are drawn below this number."""
 
 
 class SharedState:
-    """A record of a class's shared values, to be compared with what they are later.
+    """A record of the values that all instances of a class share, for a later comparison.
 
     Args:
         environment: The class, after its ``startup``.
@@ -49,7 +49,7 @@ class SharedState:
         self._before = {where: _content(value) for where, value in _shared(environment)}
 
     def changed(self) -> list[str]:
-        """Return a name and a place for each value that has changed, such as ``Guess.seen (task.py:9)``."""
+        """Return the name and place of each changed value, such as ``Guess.seen (task.py:9)``."""
         now = {where: _content(value) for where, value in _shared(self._environment)}
         changed = [where for where, content in now.items() if content != self._before.get(where, b"")]
         return [_text(owner, name) for owner, name in changed]
@@ -72,7 +72,7 @@ class Rollout:
     turns: list[RolloutTurn] = field(default_factory=list)
 
     def copy(self) -> Rollout:
-        """Return a rollout with the same turns, to be continued separately."""
+        """Return a copy of the rollout that can be continued separately."""
         return replace(self, turns=list(self.turns))
 
     @property
@@ -82,7 +82,7 @@ class Rollout:
 
     @property
     def actions(self) -> list[Message]:
-        """The assistant messages in order."""
+        """The assistant messages, in order."""
         return [turn.action for turn in self.turns]
 
     @property
@@ -92,19 +92,19 @@ class Rollout:
 
     @property
     def success(self) -> bool:
-        """True if the episode reached its goal: by the ``success`` metric, else a reward of 1."""
+        """True if the episode reached its goal, by the ``success`` metric or else a total reward of 1."""
         if self.last is not None and "success" in self.last.metrics:
             return self.last.metrics["success"] >= 0.5
         return sum(turn.result.reward for turn in self.turns) >= 1.0
 
     @property
     def reason(self) -> str | None:
-        """The reason why the environment failed; None if it did not."""
+        """The reason why the environment failed, or None if it did not fail."""
         return failure_reason(self.last) if self.last is not None else None
 
     @property
     def failure(self) -> str | None:
-        """The turn in which the environment failed, with the reason; None if it did not."""
+        """The turn in which the environment failed and the reason, or None if it did not fail."""
         return self.reason and f"{describe(self.actions[-1])} broke the environment: {self.reason}"
 
     def difference(self, other: Rollout) -> str | None:
@@ -120,7 +120,7 @@ class Rollout:
 
 
 class EpisodesBroke(AgentRLError):
-    """Every episode of a check broke the environment, so that the check cannot be made."""
+    """Every episode of a check broke the environment, so the check cannot be made."""
 
     def __init__(self, rollout: Rollout) -> None:
         super().__init__(f"every episode broke the environment, such as {rollout.name}: {rollout.failure}")
@@ -172,7 +172,7 @@ class CheckContext:
     deadline: float
     clock: Callable[[], float] = time.monotonic
     doing: str = ""
-    """The call that the check is waiting for, reported if the deadline passes."""
+    """The call that the check is waiting for. It is reported if the deadline passes."""
     rollouts: list[Rollout] = field(default_factory=list)
     """The episodes played so far, by all checks."""
     environment: type[Environment] | None = None
@@ -180,15 +180,15 @@ class CheckContext:
     blocks: list[Block] = field(default_factory=list)
     """Calls of the task that blocked the event loop of this process."""
     failures: dict[str, list[str]] = field(default_factory=lambda: {"close": [], "shutdown": []})
-    """What these methods of the task raised in this process, if no caller gets it."""
+    """Exceptions of these methods of the task in this process, which are not raised to any caller."""
     not_closed: str = ""
-    """Why the client could not be closed after the checks; empty if it was."""
+    """Why the client could not be closed after the checks. Empty if it was closed."""
     longest: tuple[int, str] | None = None
-    """The characters of the longest answer, and the message that it answers."""
+    """The number of characters of the longest answer, and the message that it answers."""
     shared: SharedState | None = None
-    """What the sessions share, as it was before the checks, if the task runs in this process."""
+    """The values that the sessions share, before the checks. None if the task runs elsewhere."""
     _reported: dict[str, str] = field(default_factory=dict)
-    """The check that reported each reason of a failure."""
+    """The check that first reported each reason of a failure."""
     _expert_failed: bool = False
     _open: list[ClientSession] = field(default_factory=list)
     _check: str = ""
@@ -209,12 +209,12 @@ class CheckContext:
         self._check, self._begin, self.doing = check, self.clock(), ""
 
     def broke(self, reason: str, evidence: str) -> CheckOutcome:
-        """Return the outcome of a check that found a failure of the environment; tells each reason once."""
+        """Return the outcome of a check that found a failed environment. Each reason is reported once."""
         first = self._reported.setdefault(same_reason(reason), self._check)
         return failed(evidence if first == self._check else f"The same failure as in {first}.")
 
     def stopped(self, error: AgentRLError) -> CheckOutcome:
-        """Return the outcome of a check that an error ended: a failure, unless it has been reported."""
+        """Return the outcome of a check that an error ended: a failure, unless it was already reported."""
         reason = error.reason if isinstance(error, EpisodesBroke) else str(error)
         first = self._reported.setdefault(same_reason(reason), self._check)
         if first == self._check:
@@ -224,7 +224,7 @@ class CheckContext:
     def while_time(self, items: Iterable[T], least: int = 2) -> Iterator[T]:
         """Yield items until half of the deadline has passed, but at least ``least`` of them.
 
-        Only these if the task blocks the event loop: the verdict is known, and each call takes long.
+        If the task blocks the event loop, yield only these: the verdict is known, and each call is slow.
         """
         for count, item in enumerate(items):
             late = self.clock() - self._begin > self.deadline / 2
@@ -238,7 +238,7 @@ class CheckContext:
         return info.num_samples if info else None
 
     def indices(self, count: int, split: str = "train") -> list[int]:
-        """Return up to ``count`` different indices, spread over the split and always the same.
+        """Return up to ``count`` different indices that are spread over the split. They are always the same.
 
         Raises UnknownSample if there are none.
         """
@@ -251,7 +251,7 @@ class CheckContext:
     async def open(
         self, index: int | str | None, seed: int | None = None, split: str = "train"
     ) -> ClientSession:
-        """Open a session, which is closed at the end of the check."""
+        """Open a session that is closed at the end of the check."""
         self.doing = f"reset() of sample {split}/{index}"
         session = await self.client.open(self.task.name, split=split, index=index, seed=seed, wait=WAIT)
         self._open.append(session)
@@ -266,7 +266,7 @@ class CheckContext:
         return result
 
     async def fork(self, session: ClientSession, n: int) -> list[ClientSession]:
-        """Fork a session; the forks are closed at the end of the check."""
+        """Fork a session. The forks are closed at the end of the check."""
         self.doing = f"fork of a session after turn {session.turn}"
         forks = await session.fork(n)
         self._open += forks
@@ -286,13 +286,13 @@ class CheckContext:
         return rollout
 
     def explorers(self, seed: int) -> list[Policy]:
-        """Return a random policy, and the expert if there is one, which reaches later states."""
+        """Return a random policy and, if there is one, the expert, which reaches later states."""
         return [random_policy(seed), *([self.explore_with_expert] if self.has_expert else [])]
 
     async def explored(self, count: int) -> AsyncIterator[Rollout]:
-        """Yield episodes of up to ``count`` samples, each played by all explorers, that do not break.
+        """Yield the episodes that did not break, of up to ``count`` samples, each played by all explorers.
 
-        Raises EpisodesBroke if all do.
+        Raises EpisodesBroke if all episodes broke.
         """
         whole, broken = 0, None
         for index in self.while_time(self.indices(count), least=1):
@@ -307,10 +307,10 @@ class CheckContext:
             raise EpisodesBroke(broken)
 
     async def asked_twice(self, count: int) -> AsyncIterator[tuple[Rollout, str | None]]:
-        """Yield episodes whose expert was asked twice in each turn, with the two moves if they differ.
+        """Yield episodes whose expert was called twice in each turn, and the two moves if they differ.
 
-        One episode of a sample plays the moves of the expert, another those of a random policy. Ends if
-        the expert fails. Raises EpisodesBroke if all episodes do.
+        For each sample, one episode plays the expert's moves and another plays random moves. The iteration
+        ends if the expert fails. Raises EpisodesBroke if all episodes broke.
         """
         differs: list[str] = []
 
@@ -344,7 +344,7 @@ class CheckContext:
             raise EpisodesBroke(broken)
 
     async def why_lost(self, session: ClientSession) -> str:
-        """Return why no other server could continue a session; "" if one could, or it runs elsewhere."""
+        """Return why no other server could continue a session. "" if one could, or for a remote task."""
         backend = self.client.backend
         if not isinstance(backend, LocalBackend):
             return ""
@@ -363,16 +363,16 @@ class CheckContext:
             return str(error)
 
     def ignore_expert(self) -> None:
-        """Use the expert no more to explore."""
+        """Stop using the expert to explore."""
         self._expert_failed = True
 
     def place_of(self, method: str) -> str:
-        """Return the file and line of a method of the task in brackets; "" if it runs elsewhere."""
+        """Return the file and line of a method of the task in brackets, or "" if the task runs elsewhere."""
         where = place(getattr(self.environment, method)) if self.environment else ""
         return f" ({where})" if where else ""
 
     def advice(self, usual: str) -> str:
-        """Return what to do about episodes that differ: what they share, where it changed, else the usual."""
+        """Return advice about episodes that differ: the shared values that changed, else ``usual``."""
         changed = self.shared.changed() if self.shared else []
         if not changed:
             return usual
@@ -380,7 +380,7 @@ class CheckContext:
         return f"{'; '.join(changed)}, which all sessions share. {own}"
 
     async def explore_with_expert(self, session: ClientSession, rollout: Rollout) -> Message | None:
-        """Return the move of the task's expert, or None if it fails, which ``oracle`` reports."""
+        """Return the move of the task's expert, or None if the expert fails, which ``oracle`` reports."""
         try:
             return await session.expert()
         except EnvironmentFailed:
@@ -408,7 +408,7 @@ class CheckContext:
         return await self.play(replay_policy(rollout.actions), sample.index, sample.seed, sample.split)
 
     async def replay_interleaved(self, recorded: Sequence[Rollout]) -> list[Rollout]:
-        """Replay the rollouts concurrently that the server opens in half of the time, turn by turn."""
+        """Replay rollouts concurrently, turn by turn: those that can be opened in half of the deadline."""
         sessions: list[ClientSession] = []
         try:
             for rollout in self.while_time(recorded):
@@ -427,7 +427,7 @@ class CheckContext:
         return rollouts
 
     async def close_all(self) -> None:
-        """Close the sessions that the check left open; cancel those that do not close in time."""
+        """Close the sessions that the check left open. Cancel closing after a timeout."""
 
         async def close(session: ClientSession) -> None:
             with contextlib.suppress(AgentRLError):  # the verdict of the check does not depend on it
@@ -441,7 +441,7 @@ class CheckContext:
                 task.cancel()
 
     async def _advance(self, session: ClientSession, policy: Policy, rollout: Rollout) -> bool:
-        """Play one turn; return False if the episode has ended or the policy stopped."""
+        """Play one turn. Return False if the episode has ended or the policy stopped."""
         self.doing = f"turn {len(rollout.turns) + 1} of {rollout.name}"
         if rollout.last is not None and rollout.last.final:
             return False
@@ -467,7 +467,7 @@ def describe(action: Message) -> str:
 
 
 def _words(rollout: Rollout) -> list[str]:
-    """Return some of the sampler's words, then the last words of the environment's messages."""
+    """Return some of the sampler's default words, then the last words of the environment's messages."""
     messages = [*rollout.opening, *(m for turn in rollout.turns for m in turn.result.messages)]
     found = [word for message in messages for word in words_in(message_text(message))]
     return [*WORDS[:4], *dict.fromkeys(found[-200:])]
@@ -493,7 +493,7 @@ def _quote(messages: Sequence[Message]) -> str:
 
 
 def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | ModuleType, str], Any]]:
-    """Yield the values of an author's classes and their modules that are no code."""
+    """Yield the values, except code, of an author's classes and their modules."""
     bases = environment.__mro__[: environment.__mro__.index(Environment)]
     owners: list[type | ModuleType] = [*bases]
     owners += dict.fromkeys(sys.modules[base.__module__] for base in bases if base.__module__ in sys.modules)
@@ -504,7 +504,7 @@ def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | Modul
 
 
 def _content(value: Any) -> bytes | None:
-    """Return what is compared of a value, or None if it cannot be."""
+    """Return the bytes by which a value is compared, or None if it cannot be compared."""
     try:
         return encode(value)
     except (StateError, ValueError):  # not plain data, too large, or not a finite number

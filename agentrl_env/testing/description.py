@@ -1,4 +1,4 @@
-"""The conformance checks of what a task is described by: its tools, its methods and its samples."""
+"""The conformance checks of a task's description: its tools, methods and samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from agentrl_env.tools import Tool, toolset
 from agentrl_env.types import FunctionSpec
 
 ENDLESS_INDEX = 10**6
-"""An index that every endless split must have."""
+"""An index that must exist in every endless split."""
 COMPARED, COMPARED_AT_LEAST = 400, 40
-"""Samples of all splits together, and of each, that are compared with those of the other splits."""
+"""Number of samples to compare between splits: of all splits together, and at least of each split."""
 
 
 async def schema(context: CheckContext) -> CheckOutcome:
@@ -69,7 +69,7 @@ def _unknown_descriptions(context: CheckContext) -> Iterator[str]:
     for tool in _own_tools(context).values():
         where = _brackets(_place_of_tool(context, tool.name))
         for name in tool.arguments.unknown:
-            yield f"The Args: section of {tool.name}() describes {name!r}, which is no parameter{where}"
+            yield f"The Args: section of {tool.name}() describes {name!r}, which is not a parameter{where}"
 
 
 def _own_tools(context: CheckContext) -> dict[str, Tool]:
@@ -86,7 +86,7 @@ def _brackets(where: str) -> str:
 
 
 async def hooks(context: CheckContext) -> CheckOutcome:
-    """Is each method that is named like a hook of other libraries called?"""
+    """Is every method with the name of another library's hook called?"""
     if context.environment is None:
         return skipped("Not visible from outside.")
     if found := uncalled_methods(context.environment, base=Environment):
@@ -146,9 +146,9 @@ async def _split_problem(context: CheckContext, split: str) -> str | None:
 
 
 async def _problem_keys(context: CheckContext) -> dict[str, dict[str, int]]:
-    """Return, for each split, the keys of some problems (their data, else their seed), and their indices.
+    """Return, for each split, keys of some problems (their data, or else their seed) and their indices.
 
-    The splits take turns, so that each is compared if time runs out.
+    The splits take turns, so that all of them are compared even if time runs out.
     """
     splits = list(context.task.splits)
     share = max(COMPARED // len(splits), COMPARED_AT_LEAST)

@@ -1,8 +1,8 @@
-"""Reads samples and plays episodes in fresh processes, to compare them with those of this process.
+"""Reads samples and plays episodes in fresh processes, for a comparison with this process.
 
 ``python -m agentrl_env.testing.fresh_process TARGET`` reads ``{"wanted": {split: [index, ...]}}`` or
-``{"rollouts": [...]}`` from standard input. The last line that it prints is what ``read_samples`` returns, or
-the rollouts as they were played again.
+``{"rollouts": [...]}`` from standard input. The last line that it prints is the result of ``read_samples``
+or the rollouts that were played again.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ _ROLLOUTS = TypeAdapter(list[Rollout])
 
 
 class CannotRead(Exception):
-    """The process did not print the answer; the text is the reason."""
+    """The process did not print an answer. The text is the reason."""
 
 
 def target_of(environment: type[Environment]) -> str | None:
-    """Return the target by which another process imports a class, or None if it should not, or cannot.
+    """Return the target by which another process can import a class, or None.
 
-    A class that a bridge made has it as ``__target__``.
-
-    It cannot import a class inside a function; a script, and a module that runs the checks when it is
-    imported, would run them again.
+    A class that a bridge made has the target as ``__target__``. A class inside a function cannot be imported.
+    A script, or a module that runs the checks when it is imported, must not be imported again.
     """
     target: str | None = vars(environment).get("__target__")
     if target is not None:
@@ -60,7 +58,7 @@ def target_of(environment: type[Environment]) -> str | None:
 
 
 def read_samples(environment: type[Environment], wanted: Wanted) -> dict[str, str]:
-    """Load the data set and return the samples as JSON by name, and the sizes of the splits."""
+    """Load the data set and return the samples as JSON by name, with the sizes of the splits."""
     dataset = Dataset(environment)
     found = {f"The size of {split}": str(info.num_samples) for split, info in dataset.info().items()}
     for split, indices in wanted.items():
@@ -73,7 +71,7 @@ def read_samples(environment: type[Environment], wanted: Wanted) -> dict[str, st
 
 
 def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: float) -> dict[str, str]:
-    """Do what ``read_samples`` does in a fresh process, whose strings hash by ``hash_seed``.
+    """Like ``read_samples``, but in a fresh process with the hash seed ``hash_seed``.
 
     Raises CannotRead.
     """
@@ -84,7 +82,7 @@ def read_in_process(target: str, wanted: Wanted, *, hash_seed: int, timeout: flo
 def replay_in_process(
     target: str, rollouts: Sequence[Rollout], *, hash_seed: int, timeout: float
 ) -> list[Rollout]:
-    """Play episodes again in a fresh process, whose strings hash by ``hash_seed``. Raises CannotRead."""
+    """Play episodes again in a fresh process with the hash seed ``hash_seed``. Raises CannotRead."""
     recorded = _ROLLOUTS.dump_python(list(rollouts), mode="json")
     return _ROLLOUTS.validate_json(_ask(target, {"rollouts": recorded}, hash_seed, timeout))
 
@@ -122,7 +120,7 @@ def _ask(target: str, question: Mapping[str, Any], hash_seed: int, timeout: floa
 async def _read(environment: type[Environment], wanted: Wanted) -> str:
     tasks = Tasks([environment], threads=1, oracle=False)
     try:
-        await tasks.describe()  # samples() may need what startup() opens
+        await tasks.describe()  # samples() might need resources that startup() opens
         return json.dumps(await asyncio.to_thread(read_samples, environment, wanted))
     finally:
         await tasks.aclose()

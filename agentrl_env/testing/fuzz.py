@@ -1,6 +1,6 @@
 """Fuzzing: odd assistant messages generated from a task's tool schemas.
 
-Some are invalid, so the server must reject them as the model's error; the others fit the schema but have
+Some are invalid, so the server must reject them as the model's error. The others fit the schema but have
 unusual values. Neither kind may break the environment.
 """
 
@@ -27,13 +27,13 @@ ODD_INTEGERS = (*range(-2, 33), 2**31, -(2**63), 2**63, 10**30, 10**400)
 ODD_NUMBERS = (0.0, -0.0, -1.5, 1e308, 5e-324, 0.1)
 WRONG_TYPES: tuple[Any, ...] = ("text", 3.5, True, None, [], {}, [[1]], {"a": 1})
 NOT_FINITE: tuple[Any, ...] = (math.nan, [math.inf], {"a": math.nan}, [{"a": [-math.inf]}])
-"""Values that no JSON text has, but that Python's ``json`` writes and reads."""
+"""Values that are not valid JSON but that Python's ``json`` writes and reads."""
 BROKEN_JSON = ("{", "not json", '"text"', "[1, 2]", "null", "7", "{'n': 1}", '{"n": NaN}', "[" * 5000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzCase:
-    """One odd message; ``invalid`` if the server must reject it."""
+    """One odd message. ``invalid`` is True if the server must reject it."""
 
     label: str
     message: Message
@@ -41,7 +41,7 @@ class FuzzCase:
 
 
 def fuzz_cases(tools: Sequence[ToolSpec], rng: np.random.Generator) -> Iterator[FuzzCase]:
-    """Yield odd messages for every tool, then some that concern no single tool."""
+    """Yield odd messages for every tool, then odd messages that do not concern a single tool."""
     for tool in tools:
         yield from _odd_values(tool.function, rng)
         yield from _invalid_arguments(tool.function, rng)

@@ -1,4 +1,4 @@
-"""The check of what the expert knows: its moves follow from the messages, or they do not."""
+"""The check of the expert's knowledge: whether its moves follow from the messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADVICE = (
     "A policy cannot imitate that. Let the expert look before it acts, or take its success as a bound only."
 )
 _WORD = re.compile(r"[^\W_]{4,}")
-"""Words and numbers that are long enough not to be guessed."""
+"""Words and numbers that are too long to be guessed."""
 
 
 class _ExpertBroke(Exception):
@@ -81,7 +81,7 @@ def _attentive_expert(context: CheckContext) -> Policy:
 
 
 def _contradiction(rollout: Rollout, moves: dict[str, tuple[str, str]]) -> str | None:
-    """Record the moves of an episode by the messages before them; return two that differ for the same."""
+    """Record the moves of an episode by the preceding messages. Return two moves after the same messages."""
     messages = [message.wire() for message in rollout.opening]
     for turn in rollout.turns:
         move = describe(turn.action)
@@ -93,7 +93,7 @@ def _contradiction(rollout: Rollout, moves: dict[str, tuple[str, str]]) -> str |
 
 
 def _unsaid(rollout: Rollout, tools: tuple[ToolSpec, ...]) -> set[str]:
-    """Return the words in the expert's calls that no message before them has, and no tool."""
+    """Return the words in the expert's calls that no earlier message and no tool contains."""
     said = _words(json.dumps([tool.model_dump() for tool in tools]))
     said |= _words(*map(message_text, rollout.opening))
     unsaid: set[str] = set()
@@ -104,7 +104,7 @@ def _unsaid(rollout: Rollout, tools: tuple[ToolSpec, ...]) -> set[str]:
 
 
 async def _seen_by_chance(context: CheckContext, index: int) -> set[str]:
-    """Return the words that the answers to random calls have and the calls do not."""
+    """Return the words that appear in answers to random calls but not in the calls."""
     shown: set[str] = set()
     for seed in range(2):
         rollout = await context.play(random_policy(seed), index)
@@ -114,7 +114,7 @@ async def _seen_by_chance(context: CheckContext, index: int) -> set[str]:
 
 
 def _arguments(action: Message) -> list[str]:
-    """Return the text and the numbers in the calls of a message, or its text."""
+    """Return the texts and numbers in the calls of a message, or its text if it has no calls."""
     if not action.tool_calls:
         return [message_text(action)]
     return [text for call in action.tool_calls for text in _leaves(json.loads(call.function.arguments))]

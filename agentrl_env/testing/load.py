@@ -1,4 +1,4 @@
-"""Load of a task on this machine: start of its server, memory, sessions at once, steps."""
+"""Load of a task on this machine: start time, memory, concurrent sessions and steps per second."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from agentrl_env.launch.process import ServerProcess
 from agentrl_env.testing.quality import START_S, Load
 
 SESSIONS = 64
-"""Sessions to hold at once."""
+"""Number of sessions to hold open."""
 PLAYERS = 16
-"""Sessions that are stepped at once, to count steps."""
+"""Number of sessions that are stepped concurrently to count steps."""
 CLOSE_S = 5.0
 """Seconds to wait for the sessions to close before the server is stopped."""
 
@@ -32,18 +32,18 @@ def measure_load(
     seconds: float = 2.0,
     deadline: float = 60.0,
 ) -> Load:
-    """Serve a target in a process of its own, hold sessions in it, and let random calls play.
+    """Serve a target in a separate process, hold sessions open in it, and step them with random calls.
 
     Args:
         target: A folder, ``file.py:Class`` or ``module:Class``.
-        task: Name of the task; None if there is only one.
-        sessions: Sessions to hold at once.
+        task: Name of the task. None if there is only one.
+        sessions: Number of sessions to hold open.
         seconds: Seconds in which steps are counted.
-        deadline: Seconds in which they are counted if that time saw no episode begin, and in which the
-            sessions have to open.
+        deadline: Seconds in which the sessions must open. Steps are counted for this long if no episode
+            started within ``seconds``.
 
     Raises:
-        AgentRLError: The server does not start, or opens no session.
+        AgentRLError: The server does not start or opens no session.
     """
     begin = time.monotonic()
     with ServerProcess(target, max_sessions=sessions + PLAYERS, start_timeout=START_S) as server:
@@ -51,7 +51,7 @@ def measure_load(
         asyncio.run(_open_one(connect(), task))
         start_s = time.monotonic() - begin
         load = _count(partial(measure, connect, task=task, sessions=PLAYERS, warmup=0.5), seconds, deadline)
-        # Last, as a server may go on to open what has not opened in time.
+        # Last, since the server might still be opening sessions that did not open in time.
         held, memory = asyncio.run(hold_sessions(connect(), task, sessions, server.pid or 0, deadline))
     return Load(
         start_s=start_s,
@@ -64,7 +64,7 @@ def measure_load(
 
 
 def _count(count: Callable[..., LoadResult], seconds: float, deadline: float) -> LoadResult | None:
-    """Count steps, and again for longer if no episode began; return None if no step ended."""
+    """Count steps. If no episode started, count again for longer. Return None if no step ended."""
     found = None
     for time_s in (seconds, deadline):
         with contextlib.suppress(AgentRLError):  # no step has ended
@@ -82,9 +82,9 @@ async def _open_one(client: EnvClient, task: str | None) -> None:
 async def hold_sessions(
     client: EnvClient, task: str | None, count: int, pid: int, deadline: float
 ) -> tuple[int, int | None]:
-    """Return the sessions that are open at once when all are, or at the deadline, and their memory.
+    """Return the number of open sessions, once all are open or at the deadline, and their memory.
 
-    The memory is None if some were opening at the deadline, as the server has that of these as well.
+    The memory is None if some sessions were still opening at the deadline, since they use memory too.
     """
     async with client:
         before = tree_memory(pid)
@@ -102,7 +102,7 @@ async def hold_sessions(
 
 
 async def _open(client: EnvClient, task: str) -> ClientSession | None:
-    with contextlib.suppress(AgentRLError):  # a session that cannot be held is counted by its absence
+    with contextlib.suppress(AgentRLError):  # a session that does not open is not counted
         return await client.open(task, wait=5.0)
     return None
 
@@ -113,7 +113,7 @@ async def _close(session: ClientSession) -> None:
 
 
 def tree_memory(pid: int) -> int | None:
-    """Return the bytes of memory of a process and its descendants, or None if /proc does not tell."""
+    """Return the memory of a process and its descendants in bytes, or None without /proc."""
     try:
         total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         children = [

@@ -1,4 +1,4 @@
-"""Checks that compare processes: a fresh one must read the same samples, and play the same episodes."""
+"""Checks that a fresh process reads the same samples and plays the same episodes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def processes(context: CheckContext) -> CheckOutcome:
 
 
 async def _samples_of_servers(context: CheckContext, wanted: Wanted) -> list[dict[str, str]]:
-    """Open a few samples several times at once, which different processes may answer."""
+    """Open a few samples several times concurrently, so that different processes can answer."""
     readings: list[dict[str, str]] = [{} for _ in range(SESSIONS_COMPARED)]
     for split, indices in wanted.items():
         for index in context.while_time(indices[:4], least=1):

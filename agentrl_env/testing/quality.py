@@ -1,4 +1,4 @@
-"""Quality of a task: what policies without skill, its expert and a model score, and what an episode costs.
+"""Quality of a task: scores of unskilled policies, the expert and a model, and the cost of an episode.
 
 ``measure_quality`` plays the episodes; ``score``, ``score_groups`` and ``findings`` are pure functions.
 """
@@ -44,13 +44,13 @@ GROUP_SIZE = 8
 REPLAYED = 5
 """Episodes that are played twice."""
 EASY = 0.2
-"""Success rate of a policy without skill from which on a task says little."""
+"""Success rate of an unskilled policy at which a task counts as too easy."""
 WAIT_S = 60.0
 """Seconds to wait for a place on a full server."""
 START_S = 300.0
 """Seconds that a task or its server may take to start."""
 CUT_OFF = 2
-"""Times the deadline of a policy after which its episodes that have not ended are cut off."""
+"""Episodes that have not ended after this many times the deadline of a policy are cut off."""
 
 
 class _Frozen(BaseModel):
@@ -62,7 +62,7 @@ class PolicyScore(_Frozen):
 
     episodes: int
     failed: int
-    """Episodes that failed, which count neither as successes nor as rewards."""
+    """Number of failed episodes, which count neither as successes nor as rewards."""
     failure: str | None
     """Reason of the first failure."""
     success: float | None
@@ -71,15 +71,15 @@ class PolicyScore(_Frozen):
     """Highest reward of an episode."""
     best_episode: str | None
     terminated: float | None
-    """Share of the episodes that the task ended, rather than a limit."""
+    """Share of the episodes that were ended by the task rather than by a limit."""
     turns: float | None
     characters: float | None
     tokens: float | None
-    """Tokens that the model wrote in an episode, by its own count; None of other policies."""
+    """Tokens that the model wrote in an episode, as its endpoint counts them. None for other policies."""
 
     @property
     def whole(self) -> int:
-        """Episodes that did not fail, over which the means are."""
+        """Number of episodes that did not fail. The means are over these."""
         return self.episodes - self.failed
 
 
@@ -99,13 +99,13 @@ class SplitQuality(_Frozen):
     """Scores of the policies on one split, by their names."""
 
     samples: int | None
-    """Number of samples; None for an endless split."""
+    """Number of samples. None for an endless split."""
     asked: int
-    """Samples that each policy was to play."""
+    """Number of samples that each policy should play."""
     played: int
-    """Samples that were played without a failure: by the expert, or by empty turns if there is none."""
+    """Number of samples played without a failure by the expert, or by empty turns if there is no expert."""
     distinct: int | None
-    """Different problems among them; None if neither data nor an expert tells."""
+    """Number of different problems among the played samples. None without data and without an expert."""
     policies: dict[str, PolicyScore]
     groups: GroupScore | None = None
 
@@ -116,14 +116,14 @@ class Load(_Frozen):
     start_s: float
     """Seconds from the start of the process until its first session is open."""
     sessions: int
-    """Sessions held open at once."""
+    """Number of sessions held open."""
     asked: int
-    """Sessions that were asked for."""
+    """Number of sessions that were requested."""
     mb_per_session: float | None
-    """Memory of the server and its child processes for each of them; None if it cannot be told."""
+    """Memory of the server and its child processes per session. None if it is unknown."""
     episodes_per_s: float | None
     steps_per_s: float | None
-    """Both are None if no step ended in time."""
+    """Like ``episodes_per_s``, None if no step ended in time."""
 
 
 class TaskQuality(_Frozen):
@@ -132,9 +132,9 @@ class TaskQuality(_Frozen):
     task: str
     splits: dict[str, SplitQuality]
     replayed: int
-    """Episodes that were played twice with the same sample, seed and actions."""
+    """Number of episodes played twice with the same sample, seed and actions."""
     repeated: int
-    """Those of them that were equal."""
+    """Number of replayed episodes that were equal."""
     difference: str | None = None
     load: Load | None = None
     findings: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class TaskQuality(_Frozen):
         return mean(getattr(own, figure) for own in scores)
 
     def best_unskilled(self) -> PolicyScore | None:
-        """Return the policy without skill that earned most in an episode."""
+        """Return the unskilled policy with the highest reward in an episode."""
         scores = [split.policies.get(name) for split in self.splits.values() for name in UNSKILLED]
         earned = [own for own in scores if own is not None and own.best is not None]
         return max(earned, key=lambda own: own.best or 0.0, default=None)
@@ -157,7 +157,7 @@ class Episode:
 
     rollout: Rollout | None = None
     error: str | None = None
-    """Why there is no result: the environment, the server or the model failed."""
+    """Why there is no result, if the environment, the server or the model failed."""
     tokens: int | None = None
 
     @property
@@ -195,7 +195,7 @@ def score(episodes: Sequence[Episode]) -> PolicyScore:
 
 
 def score_groups(groups: Sequence[Sequence[Episode]]) -> GroupScore:
-    """Return the score of groups of episodes, each of one sample; groups that failed whole do not count."""
+    """Return the score of groups of episodes of one sample each. Groups with only failures do not count."""
     whole = [[episode for episode in group if episode.rollout and not episode.error] for group in groups]
     whole = [group for group in whole if group]
     wins = [[bool(episode.rollout and episode.rollout.success) for episode in group] for group in whole]
@@ -209,7 +209,7 @@ def score_groups(groups: Sequence[Sequence[Episode]]) -> GroupScore:
 
 
 def findings(quality: TaskQuality) -> list[str]:
-    """Return a sentence for each thing that makes a task less worth training on."""
+    """Return a sentence for each property that makes a task less useful for training."""
     found = []
     if quality.repeated < quality.replayed:
         different = f"{quality.replayed - quality.repeated} of {quality.replayed} episodes"
@@ -243,7 +243,7 @@ def _of_split(split: SplitQuality) -> Iterator[str]:
 
 
 def time_limit(deadline: float, splits: Iterable[int]) -> float:
-    """Return the seconds in which tasks of so many splits are measured, unless a call blocks the loop."""
+    """Return the maximum seconds to measure tasks with these numbers of splits, if no call blocks."""
     policies = len(UNSKILLED) + 2  # the expert and the model
     return sum((CUT_OFF * policies * count + 1) * deadline + START_S for count in splits)
 
@@ -256,14 +256,14 @@ async def measure_quality(
     model: ChatModel | None = None,
     group_size: int = GROUP_SIZE,
 ) -> TaskQuality:
-    """Play every policy on every split and return what it reached.
+    """Play every policy on every split and return the results.
 
     Args:
-        context: The task; in its deadline the episodes of one policy on one split begin.
-        samples: Samples of each split.
-        splits: Names of splits; all by default.
-        model: A model whose groups are played as well.
-        group_size: Episodes of a group.
+        context: The task. Episodes of one policy on one split can start within its deadline.
+        samples: Number of samples of each split.
+        splits: Names of splits. By default all splits are played.
+        model: A model that plays groups of episodes as well.
+        group_size: Number of episodes of a group.
     """
     measured: dict[str, SplitQuality] = {}
     for split in splits or context.task.splits:
@@ -308,7 +308,7 @@ async def measure_quality(
 
 
 class ChatPolicy:
-    """Plays one episode with a model, and counts the tokens that the model writes."""
+    """Plays one episode with a model and counts the tokens that the model writes."""
 
     def __init__(self, model: ChatModel) -> None:
         self._model = model
@@ -328,9 +328,10 @@ class ChatPolicy:
 async def play_all(
     context: CheckContext, split: str, indices: Sequence[int], make: Callable[[int], Policy]
 ) -> list[tuple[int, Episode]]:
-    """Play an episode of each sample, some at a time, and return those that were played.
+    """Play an episode of each sample, some at a time, and return the played episodes.
 
-    None begins after the deadline, and one that has not ended after ``CUT_OFF`` times as long has failed.
+    No episode starts after the deadline. An episode that has not ended after ``CUT_OFF`` times the deadline
+    fails.
     """
     begin, pending = context.clock(), list(reversed(indices))
     played: list[tuple[int, Episode]] = []
@@ -348,7 +349,7 @@ async def play_all(
 async def _play_until(
     context: CheckContext, split: str, index: int, policy: Policy, seconds: float
 ) -> Episode:
-    """Play an episode that is cut off after some seconds, without waiting for what it is doing then."""
+    """Play an episode and cut it off after some seconds, without waiting for its current call."""
     playing = asyncio.ensure_future(_play(context, split, index, policy))
     await asyncio.wait((playing,), timeout=max(seconds, 0.0))
     if playing.done():
@@ -377,9 +378,9 @@ async def _play(context: CheckContext, split: str, index: int, policy: Policy) -
 
 
 async def _replays(context: CheckContext, split: str) -> tuple[int, int, str | None]:
-    """Play random episodes twice; return their number, how many were equal, and the first difference.
+    """Play random episodes twice. Return their number, how many were equal, and the first difference.
 
-    Episodes that fail do not count, nor those that have not ended at the deadline.
+    Episodes that fail or have not ended at the deadline do not count.
     """
     differences: list[str | None] = []
 
@@ -409,13 +410,13 @@ def _habits(episodes: Sequence[tuple[int, Episode]]) -> Habits:
 
 
 def _typical(played: Mapping[str, Sequence[tuple[int, Episode]]]) -> list[Rollout]:
-    """Return the episodes that did not fail: of the expert, or of empty turns if there is none."""
+    """Return the expert's episodes that did not fail, or those of empty turns without an expert."""
     name = "expert" if "expert" in played else "nothing"
     return [episode.rollout for _, episode in played[name] if episode.rollout and not episode.error]
 
 
 def _distinct(rollouts: Sequence[Rollout], *, whole: bool) -> int | None:
-    """Count different problems: by what the expert meets in whole episodes, else by data and opening."""
+    """Count different problems by the texts of the expert's whole episodes, else by data and opening."""
     if not whole and not all(rollout.sample.data for rollout in rollouts):
         return None
     return len({readable([r.sample.data, *_texts(r, whole)]) for r in rollouts})
@@ -434,6 +435,6 @@ def _summary(rollout: Rollout) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known, or None without any."""
+    """Return the mean of the values that are not None, or None without any."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None

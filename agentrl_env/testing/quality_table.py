@@ -15,7 +15,7 @@ _POLICIES = (*UNSKILLED, "expert")
 
 
 def quality_table(tasks: Sequence[TaskQuality]) -> Table:
-    """Return a table of several tasks; columns that no task fills are left out."""
+    """Return a table of several tasks. Empty columns are omitted."""
     columns: dict[str, list[str]] = {}
     names: list[Text] = []
     for task in tasks:
@@ -43,7 +43,7 @@ def quality_table(tasks: Sequence[TaskQuality]) -> Table:
 
 
 def _task_cells(task: TaskQuality) -> dict[str, str]:
-    """Return the cells of a task: means over its splits, and what its server did."""
+    """Return the cells of a task: means over its splits, and the load of its server."""
     splits = list(task.splits.values())
     if len(splits) == 1:
         cells = _split_cells(splits[0])
@@ -86,7 +86,7 @@ def _split_cells(split: SplitQuality) -> dict[str, str]:
 
 
 def _counts(policy: str, splits: Sequence[SplitQuality]) -> tuple[int, int]:
-    """Return the episodes of a policy that did not fail, and those asked for."""
+    """Return the number of a policy's episodes that did not fail, and the number requested."""
     found = [split.policies[policy].whole for split in splits if policy in split.policies]
     return sum(found), sum(split.asked for split in splits)
 
@@ -123,7 +123,7 @@ def _pair(success: float | None, reward: float | None, played: int, asked: int) 
 
 
 def _of(played: int, asked: int) -> str:
-    """Return what is said of a share of fewer episodes than were asked for."""
+    """Return the note on a share that is based on fewer episodes than were requested."""
     return f" of {played}" if played < asked else ""
 
 

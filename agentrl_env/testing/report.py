@@ -20,10 +20,10 @@ class Verdict(StrEnum):
 
     PASS = "pass"
     WARN = "warn"
-    """Allowed, but worth a look."""
+    """The task is allowed to do this, but should be reviewed."""
     FAIL = "fail"
     SKIP = "skip"
-    """The check does not apply; the evidence says why."""
+    """The check does not apply. The evidence contains the reason."""
 
 
 _STYLES = {
@@ -35,7 +35,7 @@ _STYLES = {
 
 
 class CheckOutcome(BaseModel):
-    """A verdict, and a sentence of evidence for it."""
+    """A verdict and a sentence of evidence for it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,7 +44,7 @@ class CheckOutcome(BaseModel):
 
 
 class CheckResult(CheckOutcome):
-    """The outcome of one check; ``question`` is the first line of the check's docstring."""
+    """The outcome of one check. ``question`` is the first line of the check's docstring."""
 
     name: str
     question: str
@@ -61,7 +61,7 @@ class Report(BaseModel):
 
     @property
     def ok(self) -> bool:
-        """True if no check failed; warnings and skips do not count."""
+        """True if no check failed. Warnings and skips do not count."""
         return not self.failures
 
     @property
@@ -108,7 +108,7 @@ def _outcome(verdict: Verdict, evidence: str) -> CheckOutcome:
 
 
 passed, warned, failed, skipped = (partial(_outcome, verdict) for verdict in Verdict)
-"""Each returns the outcome with its verdict, from a sentence of evidence."""
+"""Functions that return an outcome with their verdict for a sentence of evidence."""
 
 
 def readable(value: Any) -> str:
@@ -125,8 +125,8 @@ def shorten(text: str, length: int = 120) -> str:
 
 
 def same_reason(reason: str) -> str:
-    """Return what failures of one cause have in common: the text without quotations and numbers of values.
+    """Return the part of a reason that failures of one cause share: no quotations and no numbers.
 
-    Numbers of lines, as in ``environment.py:31``, stay.
+    Line numbers, as in ``environment.py:31``, are kept.
     """
     return re.sub(r"'[^']*'|\"[^\"]*\"|(?<![:\d])\d+", "", reason)

@@ -1,4 +1,4 @@
-"""Policies that do not read what a task says. A task that rewards them can be solved without reading."""
+"""Policies that do not read the task's texts. A task that rewards them can be solved without reading."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ UNSKILLED = {
         "vary the answers and their places, so that each sample must be read",
     ),
 }
-"""The policies: their moves in words, and a remedy for a task that they solve."""
+"""For each policy, a description of its moves and a remedy for a task that it solves."""
 
 _LIST = re.compile(r'\[([^\[\]]+)\]|"([^"]+)"')
 _BULLET = re.compile(r"\s*(?:[-*•]|\d+[.)])\s+([^:]+)")
 _ASKED = re.compile(r"^(?:instruction|question|mission|task|goal|your task is)\b:?\s*(.+)", re.I | re.M)
 _INTEGER = re.compile(r"-?\d{1,9}")
 _MAX_LINE = 40
-"""Characters up to which a line without punctuation is an option."""
+"""Maximum number of characters of a line without punctuation that counts as an option."""
 
 
 async def do_nothing(session: ClientSession, rollout: Rollout) -> Message:
-    """Send a turn without text and without a call."""
+    """Return a turn without text and without a call."""
     return Message.assistant("")
 
 
 def draw_calls(index: int) -> Policy:
-    """Return a policy that draws valid calls; a turn for which none is found has no call."""
+    """Return a policy that draws valid calls. If none is found, the turn has no call."""
     draw = random_policy(index)
 
     async def act(session: ClientSession, rollout: Rollout) -> Message | None:
-        for _ in range(10):  # another draw may choose another tool
+        for _ in range(10):  # another draw might choose another tool
             try:
                 return await draw(session, rollout)
             except CannotSample:
@@ -64,7 +64,7 @@ def draw_calls(index: int) -> Policy:
 
 
 def repeat_call(index: int) -> Policy:
-    """Return a policy that draws one valid call, and makes it in every turn."""
+    """Return a policy that draws one valid call and repeats it in every turn."""
     draw = draw_calls(index)
 
     async def act(session: ClientSession, rollout: Rollout) -> Message | None:
@@ -79,7 +79,7 @@ async def first_options(session: ClientSession, rollout: Rollout) -> Message:
 
 
 async def follow_listing(session: ClientSession, rollout: Rollout) -> Message:
-    """Call the first tool that takes any value with each option of the last listing that was not tried."""
+    """Call the first tool with an unrestricted argument, with each untried option of the last listing."""
     options, tried = options_in(_last(rollout)), {text for a in rollout.actions for text in _texts(a)}
     rest = [option for option in options if option not in tried] or options
     free = [tool for tool in session.tools if _takes_any_value(tool)] or session.tools
@@ -91,7 +91,7 @@ async def follow_listing(session: ClientSession, rollout: Rollout) -> Message:
 
 
 async def copy_instruction(session: ClientSession, rollout: Rollout) -> Message:
-    """Call the tools that take a text in their order, with the instruction as every text."""
+    """Call the tools with text arguments in their order, with the instruction as every text."""
     tools = [tool for tool in session.tools if _takes_any_value(tool, "string")]
     return _call(tools, len(rollout.turns), [instruction(rollout.opening)])
 
@@ -99,8 +99,8 @@ async def copy_instruction(session: ClientSession, rollout: Rollout) -> Message:
 class Habits:
     """The moves that an expert makes most often, for a policy that does not read.
 
-    A move is a tool with a source of each argument: a value, a place in the listing of the last answer or of
-    the opening, an option that the instruction names, the instruction itself, or all of its words.
+    A move is a tool with a source for each argument: a value, a position in the listing of the last answer or
+    of the opening, an option that the instruction names, the instruction itself, or all of its words.
 
     Args:
         rollouts: Index of a sample -> the expert's episode.
@@ -113,9 +113,9 @@ class Habits:
         self._halves = {index: place % 2 for place, index in enumerate(sorted(rollouts))}
 
     def policy(self, index: int) -> Policy:
-        """Return a policy for a sample, with the habits of the half of the samples that it is not in.
+        """Return a policy for a sample, with the habits of the half of the samples that does not contain it.
 
-        Without its own sample alone, the most frequent move would rarely be the right one of equals.
+        If only the sample itself were excluded, its correct move would lose every tie for the most frequent.
         """
         own = self._halves.get(index, 0)
         others = [moves for i, moves in self._moves.items() if self._halves[i] != own]
@@ -136,7 +136,7 @@ class Habits:
 
 
 def instruction(opening: Sequence[Message]) -> str:
-    """Return the sentence of the opening that says what to do, or all of its text that lists no options."""
+    """Return the sentence of the opening with the instruction, or all its text without lists of options."""
     text = message_text(opening[-1]) if opening else ""
     if stated := _ASKED.search(text):
         return stated[1].strip()
@@ -147,8 +147,8 @@ def instruction(opening: Sequence[Message]) -> str:
 def options_in(text: str) -> list[str]:
     """Return the options that a text lists, in order and each once.
 
-    They stand in brackets or quotes, in the items of a list, in the cells of a table, behind a colon, or
-    alone on a line.
+    Options are texts in brackets or quotes, items of a list, cells of a table, texts after a colon, or short
+    lines of their own.
     """
     return list(dict.fromkeys(option for line in text.splitlines() for option in _options_of(line)))
 
@@ -196,13 +196,13 @@ def _required(tool: ToolSpec) -> dict[str, Any]:
 
 
 def _takes_any_value(tool: ToolSpec, kind: str | None = None) -> bool:
-    """Return True if an argument of a tool, of this type if one is given, is not limited to listed values."""
+    """Return True if a tool has an argument (of this type, if given) that is not limited to listed values."""
     free = (part for part in _required(tool).values() if "enum" not in part and "const" not in part)
     return any(kind in (None, part.get("type")) for part in free)
 
 
 def _call(tools: Sequence[ToolSpec], turn: int, options: Sequence[str]) -> Message:
-    """Return a call of the tool whose turn it is, with the first options that fit; text without tools."""
+    """Return a call of the tool of this turn with the first options that fit, or text without tools."""
     if not tools:
         return Message.assistant(options[turn % len(options)] if options else "")
     tool = tools[turn % len(tools)]
@@ -216,7 +216,7 @@ def _call(tools: Sequence[ToolSpec], turn: int, options: Sequence[str]) -> Messa
 
 
 def _first(schema: Mapping[str, Any], options: Sequence[str]) -> Any:
-    """Return the first option that a schema allows; the caller validates it."""
+    """Return the first option that a schema allows. The caller validates it."""
     allowed = schema.get("enum", ())
     if allowed:
         return next((value for value in allowed if str(value) in options), allowed[0])
@@ -244,7 +244,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _made(action: Message) -> str:
-    """Return what an action does, as text: its call, or its text without a call."""
+    """Return an action as text: its call, or its text if it has no call."""
     calls = action.tool_calls
     return calls[0].function.model_dump_json() if calls else message_text(action)
 
@@ -254,7 +254,7 @@ def _moves(rollout: Rollout, usual: Set[str]) -> Iterator[tuple[Any, ...]]:
 
     Args:
         rollout: The episode.
-        usual: Actions whose values are more telling than their places in a listing.
+        usual: Actions whose values are better predictors than their positions in a listing.
     """
     seen = Rollout(sample=rollout.sample, opening=rollout.opening)
     for turn in rollout.turns:

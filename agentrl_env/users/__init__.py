@@ -1,4 +1,4 @@
-"""Users: participants of an episode that answer the plain text of the policy."""
+"""Users: participants of an episode that answer the policy's text."""
 
 from agentrl_env.users.dialogue import (
     Dialogue,

@@ -17,7 +17,7 @@ from agentrl_env.tools import Done, Reply, toolset
 from agentrl_env.types import ToolCall, ToolSpec
 
 MAX_MESSAGES = 100
-"""Messages of both sides, with the user's own tool calls, after which a dialogue is truncated."""
+"""Maximum number of messages of both sides, including the user's tool calls, before truncation."""
 NOTHING_SAID = "The user has received no text. Write a message to the user, or call a tool."
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad"
 _CLOSED = re.compile(
@@ -27,11 +27,11 @@ _CLOSED = re.compile(
     r"|<\|channel\|>\s*analysis\b.*?(?:<\|end\|>|(?=<\|(?:channel|start)\|>)|\Z)",
     re.DOTALL | re.IGNORECASE,
 )
-"""Thoughts, up to their end or the end of a text that was cut."""
+"""Thoughts, up to their end or to the end of a truncated text."""
 _OPENED_BEFORE = re.compile(rf"\A.*(?:</(?:{_NAMES})\s*>|\[/THINK\]|◁/think▷)", re.DOTALL | re.IGNORECASE)
-"""Thoughts that the prompt has opened, so that the text has their end alone."""
+"""Thoughts that start in the prompt, so that the text contains only their end."""
 _CHANNEL = re.compile(r"<\|start\|>\w*|<\|channel\|>\s*\w+|<\|(?:end|message|return)\|>")
-"""Marks of the messages that are not thoughts."""
+"""Markers of messages that are not thoughts."""
 
 
 class UserFailed(AgentRLError):
@@ -39,7 +39,7 @@ class UserFailed(AgentRLError):
 
 
 class BudgetSpent(AgentRLError):
-    """The user has reached a limit of its own. The episode is truncated."""
+    """The user has reached its own limit. The episode is truncated."""
 
 
 class _Frozen(BaseModel):
@@ -47,33 +47,33 @@ class _Frozen(BaseModel):
 
 
 class UserCall(_Frozen):
-    """A call of one of the user's own tools, and its answer. The policy sees neither."""
+    """A call of one of the user's own tools and its answer. The policy sees neither."""
 
     call: ToolCall
     answer: str
 
 
 class Utterance(_Frozen):
-    """One message of a dialogue. The policy sees the ``text`` and nothing else of it."""
+    """One message of a dialogue. The policy sees only its ``text``."""
 
     text: str
     speaker: Literal["assistant", "user"] = "user"
     ends: bool = False
     """True if the user ends the dialogue with this message."""
     calls: tuple[UserCall, ...] = ()
-    """Calls of the user's own tools before it spoke, in order."""
+    """Calls of the user's own tools before the message, in order."""
     thought: str | None = None
     usage: Usage = NO_USAGE
-    """Tokens of a model that plays the user, over the requests of this message."""
+    """Tokens of the model that plays the user, in the requests for this message."""
     seconds: float = 0.0
-    """Time that the answered requests took. An answer from the cache has the time of its request."""
+    """Seconds that the answered requests took. A cached answer has the duration of the original request."""
     requests: int = 0
     repeats: int = 0
-    """Requests that failed before the answered ones."""
+    """Number of failed requests before the answered requests."""
 
 
 class User(Protocol):
-    """A participant that answers the policy. Its answer depends on the dialogue so far and nothing else."""
+    """A participant that answers the policy. Its answer depends only on the dialogue so far."""
 
     @property
     def instructions(self) -> str:
@@ -120,7 +120,7 @@ class OwnTools:
         return UserCall(call=call, answer=answer)
 
     def replay(self, dialogue: Sequence[Utterance]) -> None:
-        """Make the calls of a dialogue again, so that a new owner gets the state that they led to.
+        """Repeat the calls of a dialogue, so that a new owner reaches the state after them.
 
         Raises DefinitionError if one of the tools is async.
         """
@@ -154,7 +154,7 @@ class Dialogue:
 
         class Desk(Environment):
             async def reset(self, sample, rng):
-                self.dialogue = Dialogue(ScriptedUser(["If is my parcel?", "It is W17.", "Thank you."]))
+                self.dialogue = Dialogue(ScriptedUser(["Where is my parcel?", "It is W17.", "Thank you."]))
                 return await self.dialogue.open()
 
             async def respond(self, text):
@@ -165,8 +165,8 @@ class Dialogue:
 
     Args:
         user: The user.
-        max_messages: Messages of both sides after which the episode is truncated. The user's own tool calls
-            count as well.
+        max_messages: Number of messages of both sides, including the user's tool calls, after which the
+            episode is truncated.
         state: The messages of an earlier dialogue, from ``state()``.
     """
 
@@ -180,7 +180,7 @@ class Dialogue:
         self.user, self.max_messages = user, max_messages
         self.lines = [Utterance.model_validate(line) for line in state]
         self._shown = len(self.lines)
-        """Messages whose hidden part is already in the info of a result."""
+        """Number of messages whose hidden part was already added to the info of a result."""
 
     async def open(self) -> str:
         """Let the user speak first and return its text, for ``reset``. Raises UserFailed."""
@@ -195,8 +195,8 @@ class Dialogue:
             grade: Returns the reward of the episode. Called if the user ends the dialogue.
 
         Returns:
-            The user's text with metrics and hidden parts in ``info``. It is a ``Done`` if the user has ended
-            the dialogue, or if a limit was reached.
+            The user's text, with metrics and hidden parts in ``info``. It is a ``Done`` if the user has ended
+            the dialogue or a limit was reached.
 
         Raises:
             UserFailed: The user gave no answer.
@@ -221,7 +221,7 @@ class Dialogue:
 
     @property
     def messages(self) -> int:
-        """Messages of both sides so far, with the user's own tool calls."""
+        """Number of messages of both sides so far, including the user's tool calls."""
         return sum(1 + len(line.calls) for line in self.lines)
 
     @property
@@ -230,7 +230,7 @@ class Dialogue:
         return [line.text for line in self.lines if line.speaker == "assistant"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals of the dialogue so far, for ``score``, with a model's after its first request."""
+        """Return totals of the dialogue for ``score``. A model's totals follow its first request."""
         own = [line for line in self.lines if line.speaker == "user"]
         totals = {"user_messages": float(len(own)), "user_calls": float(sum(len(o.calls) for o in own))}
         if requests := sum(line.requests for line in own):
@@ -262,7 +262,7 @@ class Dialogue:
         return Done(text, truncated=True, metrics=self.metrics(), info=self._hidden())
 
     def _hidden(self) -> dict[str, Any]:
-        """Return what the policy does not see of the messages since the last result."""
+        """Return the parts of the messages since the last result that the policy does not see."""
         fresh = [line for line in self.lines[self._shown :] if line.speaker == "user"]
         hidden: dict[str, Any] = {"messages": [_hidden_part(line) for line in fresh]}
         if not self._shown and self.user.instructions:
@@ -278,10 +278,10 @@ def _hidden_part(line: Utterance) -> dict[str, Any]:
 
 
 def visible_text(text: str) -> str:
-    """Return a text without the thoughts in it, which no other participant reads.
+    """Return a text without its thoughts, which no other participant reads.
 
-    A thought without an end extends to the end of the text. A thought without a start, which is in the
-    prompt, extends from the start of the text.
+    A thought without an end extends to the end of the text. A thought that starts in the prompt extends from
+    the start of the text.
     """
     rest = _OPENED_BEFORE.sub("", _CLOSED.sub("", text))
     return _CHANNEL.sub("", rest).strip()

@@ -1,4 +1,4 @@
-"""The endpoint of a model that plays users, with a cache by content."""
+"""The endpoint of a model that plays users, with a cache of completions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.types import Message, ToolSpec
 
 CACHED = 20_000
-"""Completions that a process keeps in memory."""
+"""Maximum number of completions that a process keeps in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """An OpenAI-compatible endpoint whose model plays users.
 
-    A request is sent once: the same messages, tools, settings and seed get the same answer again, from the
-    memory of the process or from the ``cache`` folder. Requests that fail are repeated as by ``ChatModel``.
-    The object holds no connection and no key, so that it can be copied and stored.
+    Each request is sent only once: the same messages, tools, settings and seed get the same answer again,
+    from the memory of the process or from the ``cache`` folder. Failed requests are repeated as in ``ChatModel``.
+    The object contains no connection and no key, so that it can be copied and stored.
 
     Attributes:
         url: The base URL, such as ``http://127.0.0.1:8000/v1``.
         model: The model's name.
         key_variable: Name of the environment variable that holds the API key. "" sends none.
-        temperature: The temperature. At 0 the same dialogue repeats even after a restart, as far as the
-            endpoint is deterministic. A ``cache`` makes any dialogue repeat.
+        temperature: The temperature. At 0, dialogues are reproducible after a restart if the endpoint is
+            deterministic. With a ``cache``, all dialogues are reproducible.
         timeout: Seconds for one completion.
-        body: Further fields of each request, such as ``{"max_tokens": 300}``.
+        body: Additional fields of each request, such as ``{"max_tokens": 300}``.
         cache: Folder that keeps completions across processes. "" keeps them in memory only.
     """
 
@@ -52,7 +52,7 @@ class Endpoint:
 
     @classmethod
     def from_variables(cls, prefix: str) -> Endpoint | None:
-        """Return the endpoint that environment variables name, or None if ``{prefix}_URL`` is not set.
+        """Return the endpoint that is set in environment variables, or None if ``{prefix}_URL`` is not set.
 
         ``{prefix}_MODEL``, ``{prefix}_KEY``, ``{prefix}_TEMPERATURE`` and ``{prefix}_CACHE`` are optional.
 
@@ -86,7 +86,7 @@ class Endpoint:
         connection = await _connection(self)
 
         async def ask() -> Completion:
-            # Without fields that only later requests of the same conversation would use.
+            # Omit fields that only later requests of the same conversation would use.
             completion = await connection.model.complete(messages, tools, seed=seed)
             completion = replace(completion, original=None)
             _keep(key, self.cache, completion)
@@ -153,7 +153,7 @@ _connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Connection
 
 
 async def _connection(endpoint: Endpoint) -> _Connection:
-    """Return the connections of this event loop to an endpoint, which all sessions share."""
+    """Return the connections of this event loop to an endpoint. All sessions share them."""
     own = _connections.setdefault(asyncio.get_running_loop(), {})
     name = repr(endpoint)
     if name not in own:
@@ -163,7 +163,7 @@ async def _connection(endpoint: Endpoint) -> _Connection:
 
 
 async def _held(endpoint: Endpoint) -> AsyncGenerator[ChatModel, None]:
-    """Hold a model open until the event loop ends, which closes its asynchronous generators."""
+    """Keep a model open until the event loop ends and closes its asynchronous generators."""
     async with ChatModel(
         endpoint.url,
         endpoint.model,

@@ -44,14 +44,14 @@ class ModelUser:
         instructions: The person, the request and the facts that the user knows.
         endpoint: The endpoint of the model.
         tools: An object with ``@tool`` methods that the user can call, such as its phone. The policy sees
-            neither the calls nor their answers. If the calls change the object, pass a function that makes
-            it: the user calls the function for each message and repeats the calls of the dialogue, so that
-            forks and restored episodes have an object of their own in the right state.
-        seed: Seed of the requests. Pass one of the episode, so that a temperature above 0 repeats too.
-        max_calls: Tool calls that the user can make before it speaks. Further ones fail the episode.
-        max_tokens: Tokens that the model can write in an episode, after which the episode is truncated. None
-            sets no limit.
-        stop: The word that ends the dialogue, or several.
+            neither the calls nor their answers. If the calls change the object, pass a function that creates
+            it. The user calls the function for each message and repeats the calls of the dialogue, so that
+            forks and restored episodes have their own object in the right state.
+        seed: Seed of the requests. Pass a seed of the episode, so that dialogues are reproducible even with a
+            temperature above 0.
+        max_calls: Maximum number of tool calls before a message. More calls fail the episode.
+        max_tokens: Number of tokens of the model after which the episode is truncated. None sets no limit.
+        stop: The word, or words, that end the dialogue.
         rules: General rules before the instructions, with ``{stop}`` for the first stop word.
     """
 
@@ -82,7 +82,7 @@ class ModelUser:
     async def speak(self, dialogue: Sequence[Utterance]) -> Utterance:
         """Return the model's next message, after its tool calls.
 
-        Raises UserFailed if the endpoint does not answer or the model says nothing.
+        Raises UserFailed if the endpoint does not answer or the model writes no message.
         """
         written = sum(line.usage.output or 0 for line in dialogue)
         if self.max_tokens is not None and written >= self.max_tokens:
@@ -139,7 +139,7 @@ class ModelUser:
         return text
 
     def _messages(self, dialogue: Sequence[Utterance]) -> list[Message]:
-        """Return the dialogue from the user's side: the model is its assistant, and the policy its user."""
+        """Return the dialogue from the user's side: the model is the assistant, the policy is the user."""
         messages = [Message(role="system", content=self._system)]
         if not dialogue or dialogue[0].speaker == "user":
             messages.append(Message(role="user", content=OPENING))
@@ -158,7 +158,7 @@ def _tool_answer(own: UserCall) -> Message:
 
 
 def _total(usages: Sequence[Usage]) -> Usage:
-    """Return the sums of the counts that the endpoint gives."""
+    """Return the sums of the endpoint's token counts."""
     sums: dict[str, int | None] = {}
     for name in Usage.model_fields:
         counts = [count for usage in usages if (count := getattr(usage, name)) is not None]

@@ -1,4 +1,4 @@
-"""Users without a model: a script, and a function."""
+"""Users without a model: a script and a function."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Speak = Callable[[Sequence[Utterance]], "str | Utterance | Awaitable[str | Utter
 
 
 class ScriptedUser:
-    """A user that says its lines one after another, and ends the dialogue with the last.
+    """A user that sends its lines one after another and ends the dialogue with the last line.
 
     Args:
         lines: The user's messages. The first opens the dialogue if ``Dialogue.open`` is called, else it
             answers the policy's first message.
-        replies: Answers by regular expression. The first that the policy's text matches is given instead of
-            the next line. Case does not matter.
+        replies: Answers by regular expression. The first answer whose expression matches the policy's text
+            replaces the next line. Case is ignored.
         instructions: A description of the user, for transcripts.
     """
 
@@ -32,7 +32,7 @@ class ScriptedUser:
         self.lines, self.replies, self.instructions = tuple(lines), dict(replies or {}), instructions
 
     async def speak(self, dialogue: Sequence[Utterance]) -> Utterance:
-        """Return the reply that fits the last message, else the next line."""
+        """Return the reply that matches the last message, else the next line."""
         heard = [line.text for line in dialogue if line.speaker == "assistant"]
         if heard and (reply := self._reply(heard[-1])) is not None:
             return Utterance(text=reply)
@@ -51,8 +51,8 @@ class FunctionUser:
 
     Args:
         function: Returns the next message from the dialogue so far, plain or ``async``. A text continues the
-            dialogue. ``Utterance(text=..., ends=True)`` ends it. A fork copies the dialogue and not what the
-            function remembers, so let the answer depend on its argument alone.
+            dialogue. ``Utterance(text=..., ends=True)`` ends it. A fork copies the dialogue but not the state
+            of the function, so the answer must depend only on the argument.
         instructions: A description of the user, for transcripts.
     """
 
@@ -60,7 +60,7 @@ class FunctionUser:
         self.function, self.instructions = function, instructions
 
     async def speak(self, dialogue: Sequence[Utterance]) -> Utterance:
-        """Return the answer of the function."""
+        """Return the function's answer."""
         said = self.function(dialogue)
         if inspect.isawaitable(said):
             said = await said
