@@ -58,12 +58,12 @@ for command in _COMMANDS:
 
 
 def main() -> None:
-    """Run the command line; known errors print one line and exit with 1, usage errors with 2."""
+    """Run the command line. Known errors print one line and exit with 1, usage errors exit with 2."""
     command = typer.main.get_command(app)
     command.rich_markup_mode = None  # type: ignore[attr-defined]  # plain usage errors; help keeps its panels
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # without UTF-8 a terminal loses only single characters
+            stream.reconfigure(errors="replace")  # without UTF-8, "?" replaces some characters
     try:
         check_system()
         command()

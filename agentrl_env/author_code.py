@@ -25,7 +25,7 @@ _ADVICE = {
     "return Done(...); only ToolError is raised",
     "'TaskSample' object ": "what samples() returns is in sample.data, as in sample.data['key']",
 }
-"""What to do about messages of Python that do not say it."""
+"""Advice about messages of Python that contain none."""
 
 
 def describe(error: BaseException, method: Any = None) -> str:
@@ -33,14 +33,14 @@ def describe(error: BaseException, method: Any = None) -> str:
 
     Args:
         error: The exception.
-        method: The method that was called; its place is named if no frame of the author raised the error.
+        method: The called method. Its place is named if no frame of the author raised the error.
     """
-    while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises one, without a useful text
+    while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises a group without a useful text
         error = error.exceptions[0]
     try:
         located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
         text = str(error.msg if located else error)  # type: ignore[attr-defined]
-    except Exception:  # ``__str__`` is author code too
+    except Exception:  # because ``__str__`` is author code too
         text = "its text cannot be read"
     text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500]
     text = text.encode("utf-8", "replace").decode("utf-8")
@@ -51,7 +51,7 @@ def describe(error: BaseException, method: Any = None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ``file:line, in function`` of the author's line that raised an error, or "" if there is none."""
+    """Return ``file:line, in function`` of the author's line that raised an error, or ""."""
     if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
         return f"{_relative(str(error.filename))}:{error.lineno or 1}"
     step = innermost(error)
@@ -75,7 +75,7 @@ def innermost(error: BaseException) -> TracebackType | None:
 
 
 def author_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error from the author's first frame on, or None if it has no such frame."""
+    """Return the traceback of an error, starting at the author's first frame, or None if there is none."""
     step = error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
@@ -87,12 +87,12 @@ def author_traceback(error: BaseException) -> TracebackType | None:
 
 
 def author_frames(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
-    """Return an error as ``exc_info`` of a log record, without the frames above the author's first one."""
+    """Return an error as ``exc_info`` of a log record, without the frames before the author's first frame."""
     return type(error), error, author_traceback(error) or error.__traceback__
 
 
 def place(thing: Any, attribute: str = "") -> str:
-    """Return ``file:line`` of a frame, a function, or a class or its attribute; "" if it is unknown."""
+    """Return ``file:line`` of a frame, a function, a class or a class attribute, or "" if it is unknown."""
     if isinstance(thing, TracebackType):
         return f"{_relative(thing.tb_frame.f_code.co_filename)}:{thing.tb_lineno}"
     if isinstance(thing, type):
@@ -107,7 +107,7 @@ def place(thing: Any, attribute: str = "") -> str:
 
 
 def _place_in_class(owner: type, attribute: str) -> str:
-    """Return the place of an attribute in the body of a class, else of the class, from its source."""
+    """Return the place of an attribute in the source of a class, or the place of the class."""
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
     try:
         tree = ast.parse("".join(linecache.getlines(file or "")))
@@ -131,7 +131,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _relative(file: str) -> str:
-    """Return a path relative to the working directory if it is below it."""
+    """Return the path relative to the working directory if it is inside it."""
     try:
         return file.removeprefix(os.getcwd() + os.sep)
     except OSError:
@@ -139,7 +139,7 @@ def _relative(file: str) -> str:
 
 
 def with_place(message: str, where: str) -> str:
-    """Return a message with its place, unless it names that line already."""
+    """Return a message with its place, unless the message already names the line."""
     line = where.partition(", in ")[0]
     named = f"({line})" in message or f"({line}, in " in message
     return f"{message} ({where})" if where and not named else message

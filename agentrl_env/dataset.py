@@ -23,14 +23,14 @@ from agentrl_env.types import SplitInfo, TaskSample
 from agentrl_env.wire import SEED_BITS
 
 MAX_DEPTH = 100
-"""Levels of nesting that a sample's data may have."""
+"""Maximum nesting of a sample's data."""
 MAX_IDS = 20_000
-"""Samples of a split whose names its description lists."""
+"""Maximum number of samples whose names are listed in the description of a split."""
 _json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class Samples(Protocol):
-    """Return value of ``Environment.samples``: indexable, lazy, with or without ``len``."""
+    """The return value of ``Environment.samples``. It is indexable, can be lazy, and can have ``len``."""
 
     def __getitem__(self, index: Any, /) -> Any:
         """Return the data of one sample."""
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class EndlessSamples:
-    """Endless samples without data: the seed determines the problem."""
+    """Endless samples without data. The seed determines the problem."""
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Return the empty data of any sample."""
@@ -55,7 +55,7 @@ class EndlessSamples:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the samples of a JSON Lines file: one object on each line; blank lines are ignored.
+    """Return the samples of a JSON Lines file, which has one object per line. Blank lines are ignored.
 
     Example::
 
@@ -63,7 +63,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         def samples(cls, split):
             return read_jsonl(Path(__file__).with_name(f"{split}.jsonl"))
 
-    Raises DefinitionError if the file cannot be read, or a line is no JSON object; it names the line.
+    Raises DefinitionError, which names the line, if the file cannot be read or a line is not a JSON object.
     """
     try:
         with open(path, "rb") as file:
@@ -77,7 +77,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             samples += [_json_decoder.decode(line)] if line.strip() else []
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DefinitionError(f"{path}:{number} is no JSON object: {error}") from error
+            raise DefinitionError(f"{path}:{number} is not a JSON object: {error}") from error
     return samples
 
 
@@ -88,20 +88,20 @@ def derived_file(
     write: Callable[[Path], None],
     version: int = 1,
 ) -> Path:
-    """Return a file that is made of others once, such as an index of a data set.
+    """Return a file that is derived from other files, such as an index of a data set.
 
-    It is made again if the content of a source has changed, or if there are other sources. A copy of
-    its folder keeps it, also on a read-only disk. ``<path>.sources`` records what it was made of.
+    The file is written again if the sources or their contents have changed. It stays valid in a copy of its
+    folder, even on a read-only disk. ``<path>.sources`` records its sources.
 
     Args:
         path: The file.
-        sources: The files that it is made of.
-        write: Writes it to the given path, in the same folder. It appears under ``path`` when complete, so
-            that several processes may make it at once, and an error leaves nothing behind.
-        version: Number of the format: a file of another one is made again.
+        sources: The files from which it is derived.
+        write: Writes the file to the given path in the same folder. The file is moved to ``path`` when it is
+            complete, so several processes can write it concurrently, and an error leaves nothing behind.
+        version: Version of the format. A file with another version is written again.
 
     Raises:
-        DefinitionError: The file has to be made, and its folder cannot be written.
+        DefinitionError: The file must be written, but its folder is not writable.
     """
     path, record = Path(path), Path(f"{os.fspath(path)}.sources")
     files = sorted(Path(source) for source in sources)
@@ -116,7 +116,7 @@ def derived_file(
     except OSError as error:
         raise DefinitionError(
             f"{path} is missing or outdated and cannot be written ({error.strerror or error}): let the first "
-            "start write to its folder, or make it in a copy of that"
+            "start write to its folder, or create it in a copy of the folder"
         ) from error
     try:
         write(unfinished)
@@ -130,7 +130,7 @@ def derived_file(
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Return what a file was made of; empty if that is unknown."""
+    """Return the record of a file's sources, or an empty dict if it is unknown."""
     with suppress(OSError, msgspec.DecodeError):
         return _json_decoder.decode(path.read_bytes())
     return {}
@@ -147,7 +147,7 @@ def _digest(file: Path) -> str:
 
 
 def _is_made_of(record: Mapping[str, Any], files: Iterable[Path], now: Mapping[str, Any]) -> bool:
-    """Return True if a record is that of these files; only those with another time than recorded are read."""
+    """Return True if a record matches the files. Only files with a changed modification time are read."""
     known = record.get("files")
     if record.get("version") != now["version"] or not isinstance(known, dict):
         return False
@@ -200,7 +200,7 @@ class Dataset:
         return self._splits[name]
 
     def info(self) -> dict[str, SplitInfo]:
-        """Return the size of every split, None for an endless one, and the names of its samples."""
+        """Return the size of every split, None for an endless one, and the names of the samples."""
         return {name: _describe(self.split(name)) for name in self._environment.splits}
 
     def sample(
@@ -214,9 +214,9 @@ class Dataset:
 
         Args:
             split: Split of the dataset.
-            index: Index of the sample; by default the seed picks one, at random without a seed. If samples
-                have names, a number is the position of one.
-            seed: Seed of the episode; by default a hash of (task, split, index), so that siblings have the
+            index: Index of the sample. By default the seed picks a sample, at random without a seed. If
+                samples have names, a number is a sample's position.
+            seed: Seed of the episode. By default a hash of (task, split, index), so that siblings have the
                 same problem.
             data: Data to use instead of the dataset's.
 
@@ -274,7 +274,7 @@ class Dataset:
 
 
 def _to_json(data: Any) -> None:
-    """Raise TypeError or ValueError if a sample's data would not cross the wire unchanged."""
+    """Raise TypeError or ValueError if JSON would change a sample's data."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -285,7 +285,7 @@ def _to_json(data: Any) -> None:
 
 
 def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
-    """Return the place of the first value that JSON cannot hold, and what it is, or "" if there is none."""
+    """Return the place and kind of the first value that JSON cannot represent, or "" if there is none."""
     if depth > MAX_DEPTH:
         return f"is nested deeper than {MAX_DEPTH} values"
     if isinstance(value, dict | list | tuple):
@@ -313,7 +313,7 @@ def _describe(samples: Samples) -> SplitInfo:
 
 
 def empty_split(split: str) -> str:
-    """Return the sentence that refuses a split without samples."""
+    """Return the error message for a split without samples."""
     return f"split {split!r} has no samples; samples({split!r}) must return some, or splits must not name it"
 
 

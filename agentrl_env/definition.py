@@ -1,4 +1,4 @@
-"""Check the definition of an Environment class: settings, methods, and names that nothing calls.
+"""Checks the definition of an Environment class: settings, methods, and methods that are never called.
 
 ``base`` is ``Environment``, which imports this module.
 """
@@ -43,7 +43,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocking": (lambda value: isinstance(value, bool), "True or False"),
     "wording": (lambda value: isinstance(value, Wording), "a Wording"),
 }
-"""The class attributes that configure a task: what each may be, in code and in words."""
+"""The class attributes that configure a task, each with a check of its value and a description."""
 _HOOKS = (
     "reset", "respond", "answer_message", "session_tools",
     "close", "score", "expert", "snapshot", "restore", "samples", "startup", "shutdown",
@@ -55,23 +55,23 @@ _FOREIGN_HOOKS = {
     "setup": "startup", "set_up": "startup", "get_samples": "samples", "load_samples": "samples",
     "get_dataset": "samples", "load_dataset": "samples", "get_state": "snapshot", "set_state": "restore",
 }  # fmt: skip
-"""Names that other libraries give to hooks."""
+"""Names of hooks in other libraries."""
 
 
 _FOREIGN_PARAMETERS = {"reset": ("seed", "options")}
-"""Parameters that methods of the same name have in other libraries, with another meaning."""
+"""Parameters of methods with the same name in other libraries, where they have another meaning."""
 
 
 def check_class(environment: Any, *, base: type[T]) -> type[T]:
     """Return an Environment class if it is complete. Raises DefinitionError.
 
-    These checks cannot run when the class is defined: it can be a base of other classes, and its annotations
-    can name later classes.
+    These checks cannot run when the class is defined, because it can be a base of other classes and its
+    annotations can name later classes.
     """
     if not isinstance(environment, type) or not issubclass(environment, base):
         what = environment.__name__ if isinstance(environment, type) else f"{environment!r:.80}"
         hint = "; pass the class, not an instance" if isinstance(environment, base) else ""
-        raise DefinitionError(f"{what} is no class that derives from Environment{hint}")
+        raise DefinitionError(f"{what} is not a class that derives from Environment{hint}")
     own = environment.__name__
     if missing := sorted(getattr(environment, "__abstractmethods__", ())):
         wanted = ", ".join(_signature_text(base, name) for name in missing)
@@ -125,12 +125,12 @@ def check_attribute(environment: type, attribute: str, value: Any, *, base: type
         similar = difflib.get_close_matches(attribute, set(_SETTINGS) - {"name"}, n=1, cutoff=0.85)
         if similar:
             raise DefinitionError(
-                f"{what} is no setting; did you mean {similar[0]!r}?", environment, attribute
+                f"{what} is not a setting; did you mean {similar[0]!r}?", environment, attribute
             )
 
 
 def _check_helper(environment: type, name: str, value: Any, base: type) -> None:
-    """Raise DefinitionError for a method that nothing calls if its name is nearly the name of a hook.
+    """Raise DefinitionError for an uncalled method with a name that is similar to a hook's name.
 
     Methods that the task calls, that a base class has, or that are defined next to the hook are helpers.
     ``check_class`` reports a missing ``reset``.
@@ -151,10 +151,10 @@ def _check_helper(environment: type, name: str, value: Any, base: type) -> None:
 
 
 def uncalled_methods(environment: type, *, base: type) -> list[str]:
-    """Return a sentence for each method that nothing calls and that other libraries have as a hook.
+    """Return a sentence for each uncalled method with the name of another library's hook.
 
-    A method beside the hook of that name is a helper, and so is one that the code of the task's modules
-    mentions, or that a base class of a library has too.
+    A method is a helper, and not reported, if the task also defines the hook, if the code of the task's
+    modules mentions the method, or if a base class from a library has it too.
     """
     parents = [parent for parent in environment.__mro__ if parent not in base.__mro__]
     own = [parent for parent in parents if issubclass(parent, base)]
@@ -177,7 +177,7 @@ def uncalled_methods(environment: type, *, base: type) -> list[str]:
 
 
 def _code(value: Any) -> CodeType | None:
-    """Return the code of a function or a method, also below a decorator that keeps it, or None for others."""
+    """Return the code of a function or method, unwrapping decorators, or None for other values."""
     if isinstance(value, property | cached_property):
         value = value.fget if isinstance(value, property) else value.func
     value = getattr(_plain(value), "__wrapped__", _plain(value))
@@ -185,13 +185,13 @@ def _code(value: Any) -> CodeType | None:
 
 
 def _mentions(code: CodeType, name: str) -> bool:
-    """Return True if code, or a function inside it, uses a name or a text that is the name."""
+    """Return True if code, or a function inside it, uses the name as a name or as a text."""
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return name in code.co_names or name in code.co_consts or any(_mentions(part, name) for part in inner)
 
 
 def _check_method(environment: type, name: str, value: Any, base: type) -> None:
-    """Raise DefinitionError unless a method can be called like the one of Environment that it overrides."""
+    """Raise DefinitionError unless a method can be called like the Environment method that it overrides."""
     what, original = f"{environment.__name__}.{name}", vars(base)[name]
     of_class = isinstance(original, classmethod)
     if not callable(getattr(value, "__func__", value)):
@@ -223,7 +223,7 @@ def _check_method(environment: type, name: str, value: Any, base: type) -> None:
 
 
 def _mistaken_parameter(function: Callable[..., Any], name: str, expected: list[str]) -> str | None:
-    """Return the first parameter that receives another argument than its name suggests, or None."""
+    """Return the first parameter that gets a different argument than its name suggests, or None."""
     try:
         own = list(inspect.signature(function).parameters)[: len(expected)]
     except ValueError:  # a builtin without a signature
@@ -237,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 
 def _takes(function: Callable[..., Any], given: int) -> bool:
-    """Return True if a function can be called with so many arguments."""
+    """Return True if a function can be called with this number of arguments."""
     try:
         inspect.signature(function).bind(*[None] * given)
     except TypeError:

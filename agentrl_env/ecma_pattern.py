@@ -1,4 +1,4 @@
-"""Regular expressions of ECMAScript, which JSON Schemas use, as regular expressions of Python."""
+"""Converts regular expressions of ECMAScript, which JSON Schemas use, to Python's syntax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unicodedata
 from functools import cache
 
 Spans = tuple[tuple[int, int], ...]
-"""First and last code points of ranges of characters, ascending."""
+"""Ranges of characters, each as first and last code point, in ascending order."""
 _CLASSES: dict[str, Spans] = {
     "d": ((0x30, 0x39),),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
@@ -59,7 +59,7 @@ _TOKEN = re.compile(
 def python_pattern(pattern: str) -> str | None:
     r"""Return a pattern for ``re.search``, or None if Python's regular expressions cannot express it.
 
-    Syntax that only Python has, such as ``\A`` and ``(?P<name>...)``, is kept: servers in Python write it.
+    Syntax that only Python has, such as ``\A`` and ``(?P<name>...)``, is kept, because Python servers use it.
     """
     parts: list[str] = []
     in_class = False
@@ -111,7 +111,7 @@ def _part(token: re.Match[str], in_class: bool) -> str | None:
 
 
 def _in_class(text: str) -> str:
-    if text[0] == "[":  # brackets have no meaning in a class, except the one that ends it
+    if text[0] == "[":  # in a class, only the bracket that ends it has a meaning
         return "".join(f"\\{character}" if character in "[^" else character for character in text)
     if text[1:] in _CLASSES:
         return _inside(_CLASSES[text[1:]])
@@ -121,7 +121,7 @@ def _in_class(text: str) -> str:
 
 
 def _category(name: str, negated: bool, in_class: bool) -> str | None:
-    """Return the characters of a Unicode property, or None if it is not a general category."""
+    """Return the characters of a Unicode property as a class, or None if it is not a general category."""
     if name == "Any" or name == "ASCII":
         spans: Spans = ((0, sys.maxunicode if name == "Any" else 127),)
     else:
@@ -149,7 +149,7 @@ def _by_category() -> dict[str, list[tuple[int, int]]]:
 
 
 def complement(spans: Spans) -> Spans:
-    """Return the characters outside spans, which are sorted by their first characters."""
+    """Return the characters outside the spans, which must be sorted by their first characters."""
     gaps, low = [], 0
     for first, last in spans:
         if first > low:
@@ -159,7 +159,7 @@ def complement(spans: Spans) -> Spans:
 
 
 def _inside(spans: Spans) -> str:
-    """Return spans as the inside of a character class."""
+    """Return spans as the content of a character class."""
     return "".join(f"{_character(first)}-{_character(last)}" for first, last in spans)
 
 

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class Environment(ABC):
-    """Base class of a task: each session has its own instance, whose ``@tool`` methods are the model's tools.
+    """Base class of a task. Each session has its own instance, and its ``@tool`` methods are the tools.
 
     Methods can be plain or ``async``. Plain methods run on a thread, unless ``blocking`` is False.
-    Tools return ``str | Message | list[Message] | Reply | Done``; raising ``ToolError`` answers the
-    model; any other exception ends the session as ``failed_environment``.
+    Tools return ``str | Message | list[Message] | Reply | Done``. Raising ``ToolError`` answers the
+    model. Any other exception ends the session as ``failed_environment``.
 
-    Defining a class raises DefinitionError if a setting has another type, or a method has other parameters
-    than the method below.
+    Defining a class raises DefinitionError if a setting has a wrong type, or if the parameters of a method
+    differ from the method in this class.
     """
 
     name: ClassVar[str]
-    """Name of the task; by default the class name in snake_case."""
+    """Name of the task. By default the class name in snake_case."""
     splits: ClassVar[tuple[str, ...]] = ("train", "test")
     max_turns: ClassVar[int] = 20
     """Turns until the episode is truncated."""
@@ -48,9 +48,9 @@ class Environment(ABC):
     reset_timeout: ClassVar[float] = 60.0
     """Time limit in seconds of ``reset`` and ``close``."""
     max_output_chars: ClassVar[int] = 1_000_000
-    """Limit of characters in the opening or in the answers to one message; longer text is cut."""
+    """Maximum number of characters in the opening or in the answers to one message. Longer text is cut."""
     blocking: ClassVar[bool] = True
-    """True runs plain methods on threads; False runs them on the event loop, for quick pure Python."""
+    """True runs plain methods on threads. False runs them on the event loop, for quick pure Python."""
     wording: ClassVar[Wording] = Wording()
     """The texts that a file can replace: messages, the descriptions of tools, and answers."""
 
@@ -67,28 +67,28 @@ class Environment(ABC):
         """Start the episode and return its opening messages: ``str | Message | list[Message]``."""
 
     def respond(self, text: str) -> Any:
-        """Answer an assistant turn without a tool call; same return values as a tool."""
+        """Answer an assistant turn without a tool call. The return values are the same as for a tool."""
         names = toolset(type(self)).names
         return Reply(self.wording.text(NO_TOOL_CALL, tools=names), metrics={"invalid_calls": 1.0})
 
     def answer_message(self, message: Message) -> Any:
-        """Answer a whole assistant message, tool calls included; same return values as a tool.
+        """Answer a whole assistant message with its tool calls. The return values are the same as for a tool.
 
-        For tasks that are played elsewhere. A task that overrides it has no ``@tool`` methods of its own:
-        neither they nor ``respond`` are called.
+        This is for tasks that are played elsewhere. A task that overrides it has no ``@tool`` methods,
+        since neither they nor ``respond`` are called.
         """
         raise NotSupported(f"task {self.name!r} answers by its tools")
 
     def session_tools(self) -> Sequence[ToolSpec]:
-        """Return the tools of this session, after ``reset``; by default the tools of the task."""
+        """Return the tools of this session, after ``reset``. By default these are the tools of the task."""
         return self.tool_specs()
 
     def close(self) -> Any:
-        """Release the resources of the session; called exactly once."""
+        """Release the resources of the session. Called exactly once."""
         return None
 
     def score(self) -> Any:
-        """Return metrics of the whole episode at its end; ``success`` overrides the default criterion."""
+        """Return metrics of the whole episode at its end. ``success`` overrides the default criterion."""
         return {}
 
     def expert(self, rng: np.random.Generator) -> Any:
@@ -102,7 +102,7 @@ class Environment(ABC):
         that later turns depend on, including the random generator if they use it, and nothing that
         sessions cannot share, such as a connection or a process: store its parameters instead.
         ``snapshot`` must not change the episode, which continues. The SDK copies the value immediately,
-        once for each fork, so most tasks can write ``return vars(self)``. Has the timeout of a tool.
+        once for each fork, so most tasks can write ``return vars(self)``. The timeout is ``tool_timeout``.
 
         If a controller continues the sessions of dead servers elsewhere (``--resume``), it is called
         after every step, and the value is encoded as plain data (``agentrl_env.session.state_codec``):
@@ -114,16 +114,16 @@ class Environment(ABC):
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     def restore(self, state: Any) -> Any:
-        """Restore the state returned by ``snapshot``; called on a new instance instead of ``reset``.
+        """Restore the state returned by ``snapshot``. Called on a new instance instead of ``reset``.
 
         ``state`` is this instance's own copy: ``vars(self).update(state)`` is the inverse of
-        ``return vars(self)``. The return value is ignored. Has the timeout of ``reset``.
+        ``return vars(self)``. The return value is ignored. The timeout is ``reset_timeout``.
         """
         raise NotSupported(f"task {self.name!r} has no snapshot")
 
     @classmethod
     def samples(cls, split: str) -> Samples:
-        """Return the samples of a split, an indexable collection of dicts; by default endless and empty."""
+        """Return the samples of a split, an indexable collection of dicts. By default endless and empty."""
         return EndlessSamples()
 
     @classmethod
@@ -180,8 +180,8 @@ class Environment(ABC):
                 result = session.step(ToolCall.of("guess", n=7))
 
         Args:
-            seed: Seed of the episode; by default the seed of the sample.
-            index: Index of the sample; by default one is picked.
+            seed: Seed of the episode. By default the seed of the sample.
+            index: Index of the sample. By default a sample is picked.
             split: Split of the dataset.
             sample: Data to use instead of the dataset's.
         """
@@ -226,9 +226,9 @@ class Environment(ABC):
 
 
 def find_class(target: type[Environment] | str) -> type[Environment]:
-    """Return the Environment class of a target: of any kind that ``agentrl-env`` takes, or the class.
+    """Return the Environment class of a target. The target can be of any kind that ``agentrl-env`` accepts.
 
-    Raises TargetError, and DefinitionError for an invalid class.
+    Raises TargetError, or DefinitionError for an invalid class.
     """
     if not isinstance(target, str):
         return check_class(target)

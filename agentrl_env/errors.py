@@ -55,11 +55,11 @@ AUTHOR_ERRORS = (Exception, SystemExit)
 
 
 class AgentRLError(Exception):
-    """Base class of every error that agentrl_env and agentrl_train raise on purpose."""
+    """Base class of all errors that agentrl_env and agentrl_train raise on purpose."""
 
 
 class UnsupportedSystem(AgentRLError):
-    """The operating system lacks what the commands need."""
+    """The commands do not run on this operating system."""
 
 
 def check_system() -> None:
@@ -76,16 +76,16 @@ class ToolError(AgentRLError):
 
 
 class DefinitionError(AgentRLError):
-    """An Environment class is invalid; the message names the change to make.
+    """An Environment class is invalid. The message says what to change.
 
     Args:
         message: A sentence.
-        at: The function or the class that it is about; its file and line follow the sentence.
-        attribute: The attribute of that class.
+        at: The function or class with the mistake. Its file and line are appended to the sentence.
+        attribute: The attribute of the class.
     """
 
     def __init__(self, message: str, at: Any = None, attribute: str = "") -> None:
-        from agentrl_env.author_code import place, with_place  # importing the errors loads no parser
+        from agentrl_env.author_code import place, with_place  # lazy: it loads a parser
 
         super().__init__(with_place(message, place(at, attribute)))
 
@@ -103,15 +103,15 @@ class LaunchError(AgentRLError):
 
 
 class SandboxUnavailable(AgentRLError):
-    """A task requires a sandbox and this machine supports none; the message names what is missing."""
+    """A task requires a sandbox and this machine supports none. The message names what is missing."""
 
 
 class SandboxFailed(AgentRLError):
-    """A sandbox failed or is closed: an infrastructure failure, not one of a command in it."""
+    """A sandbox failed or is closed. This is an infrastructure failure, not the failure of a command."""
 
 
 class StateError(AgentRLError):
-    """The state of a session cannot be encoded, or bytes do not encode a valid state."""
+    """The state of a session cannot be encoded, or the bytes do not contain a valid state."""
 
 
 class ServerUnreachable(AgentRLError):
@@ -123,15 +123,15 @@ class CallTimeout(AgentRLError):
 
 
 class ClientClosed(AgentRLError):
-    """The client was closed before the call; calls need another client."""
+    """The client was closed before the call. Connect another client."""
 
 
 class ProtocolError(AgentRLError):
-    """The peer's answer is not of this protocol."""
+    """The peer's answer does not follow the protocol."""
 
 
 class WireError(AgentRLError):
-    """An error with a ``type`` and one fixed HTTP status; the client raises the same class."""
+    """An error with a ``type`` and a fixed HTTP status. The client raises the same class as the server."""
 
     type: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
@@ -168,14 +168,14 @@ class Forbidden(WireError):
 
 
 class UnknownRoute(WireError):
-    """No such path."""
+    """The path does not exist."""
 
     type = "unknown_route"
     status = 404
 
 
 class MethodNotAllowed(WireError):
-    """The path exists, the method does not."""
+    """The path exists, but not with this method."""
 
     type = "method_not_allowed"
     status = 405
@@ -189,14 +189,14 @@ class UnknownTask(WireError):
 
 
 class UnknownServer(WireError):
-    """The fleet has no such server, or has lost it."""
+    """The fleet does not have this server, or has lost it."""
 
     type = "unknown_server"
     status = 404
 
 
 class UnknownSample(WireError):
-    """The task has no such split or index."""
+    """The task does not have this split or index."""
 
     type = "unknown_sample"
     status = 404
@@ -224,14 +224,14 @@ class SeqConflict(WireError):
 
 
 class IdempotencyConflict(WireError):
-    """A ``request_id`` or ``seq`` is repeated with another payload than it was first sent with."""
+    """A ``request_id`` or ``seq`` is repeated with a different payload."""
 
     type = "idempotency_conflict"
     status = 409
 
 
 class SessionEnded(WireError):
-    """The session has ended; no further step is possible."""
+    """The session has ended, so no further step is possible."""
 
     type = "session_ended"
     status = 409
@@ -245,35 +245,35 @@ class SessionExpired(WireError):
 
 
 class SessionLost(WireError):
-    """The server of the session died or left; a running step may have been applied or not."""
+    """The server of the session died or left. A running step might or might not have been applied."""
 
     type = "session_lost"
     status = 410
 
 
 class BodyTooLarge(WireError):
-    """The request is over the server's size limit."""
+    """The request exceeds the server's size limit."""
 
     type = "body_too_large"
     status = 413
 
 
 class HeadersTooLarge(WireError):
-    """The request line and the headers are over the server's limit."""
+    """The request line and the headers exceed the server's limit."""
 
     type = "headers_too_large"
     status = 431
 
 
 class StepPending(WireError):
-    """The step is still under way; the same ``seq`` again waits for its answer."""
+    """The step is still in progress. Repeating the ``seq`` waits for its answer."""
 
     type = "step_pending"
     status = 425
 
 
 class RateLimited(WireError):
-    """The client exceeds its rate limit; ``retry_after`` is the number of seconds to wait."""
+    """The client exceeds its rate limit. ``retry_after`` is the number of seconds to wait."""
 
     type = "rate_limited"
     status = 429
@@ -287,7 +287,7 @@ class NotSupported(WireError):
 
 
 class EnvironmentFailed(WireError):
-    """Author code raised an exception outside a step, so that there is no result to carry it."""
+    """Author code raised an exception outside a step, so no step result can report it."""
 
     type = "environment_failed"
     status = 500
@@ -315,7 +315,7 @@ class ServerDraining(WireError):
 
 
 class StateUnavailable(WireError):
-    """The shared state of a fleet's controllers cannot be reached; open sessions continue."""
+    """The shared state of a fleet's controllers cannot be reached. Open sessions continue."""
 
     type = "state_unavailable"
     status = 503
@@ -329,7 +329,7 @@ def _is_duration(value: object) -> bool:
 
 
 def from_wire(body: Any) -> WireError | None:
-    """Rebuild the error that ``{"error": {...}}`` carries; None if the body is not one."""
+    """Rebuild the error from ``{"error": {...}}``, or return None if the body is not an error."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("type"), str):
         return None
@@ -341,12 +341,12 @@ def from_wire(body: Any) -> WireError | None:
 
 
 def install_extra(name: str) -> str:
-    """Return the command that installs an extra of this package, from an index or in a checkout of it."""
+    """Return the command that installs an extra of this package, from an index or in a checkout."""
     return f"pip install 'agentrl-kit[{name}]', or '.[{name}]' in a checkout"
 
 
 def explain(error: ValidationError) -> str:
-    """Return the first problem of a model and its location in one line."""
+    """Return the first problem of a validation error and its location in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]

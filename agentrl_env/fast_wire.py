@@ -1,9 +1,9 @@
 """Fast path of the wire: the JSON of a step, read and written with msgspec.
 
 The pydantic models of ``types`` and ``wire`` define the protocol and read everything else. For a step they
-take 12 us (5 to read the request, 1 to keep the message, 6 to write the result), these structures 3 us, if
-a whole step in a batch takes 15 to 35 us. They have the same fields, so that code which reads a message
-takes either; what they cannot read, the models read or refuse.
+take 12 us (5 to read the request, 1 to keep the message, 6 to write the result), and these structures take
+3 us. A whole step in a batch takes 15 to 35 us. The structures have the same fields as the models, so code
+can read messages of both kinds. If a structure cannot read a text, the model reads or refuses it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from agentrl_env.types import ToolCall as ToolCallModel
 from agentrl_env.wire import MAX_WAIT_S, StepRequest
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of a decoder of these structures; the models then read the text, or say what is wrong."""
+"""Errors of a decoder of these structures. The models then read the text or report the error."""
 _UNWRITABLE = (ValueError, OverflowError, RecursionError, TypeError)
-_RUNNING = SessionStatus.RUNNING  # looking up or hashing an enum's member is slow
+_RUNNING = SessionStatus.RUNNING  # looking up or hashing an enum member is slow
 _ENCODE = msgspec.json.Encoder().encode
 _Seq = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-# ``model_dump_json`` without the detour through a str.
+# Like ``model_dump_json``, but without an intermediate str.
 message_to_json: Callable[[Message], bytes] = Message.__pydantic_serializer__.to_json
 
 
@@ -48,7 +48,7 @@ class ToolCall(Struct, frozen=True, gc=False):
 
 
 class FastMessage(Struct, frozen=True, gc=False):
-    """``types.Message``, as a step carries it."""
+    """``types.Message`` in a step."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -89,7 +89,7 @@ class FastFrame(Struct, frozen=True, gc=False):
 
 
 class ToolAnswer(Struct, frozen=True, gc=False):
-    """``types.Message`` that answers a tool call with text."""
+    """A ``types.Message`` that answers a tool call with text."""
 
     content: str
     tool_call_id: str
@@ -118,11 +118,11 @@ decode_batch: Callable[[bytes | str], FastBatch] = msgspec.json.Decoder(FastBatc
 
 
 def encode(value: Struct | BaseModel) -> bytes:
-    """Return a message or a step as JSON; text that UTF-8 cannot carry is replaced."""
-    if isinstance(value, Struct):  # first: the check for a pydantic model is slow
+    """Return a message or a step as JSON. Text that UTF-8 cannot encode is replaced."""
+    if isinstance(value, Struct):  # checked first, because the check for a pydantic model is slow
         try:
             return _ENCODE(value)
-        except _UNWRITABLE:  # an integer of more than 64 bits, or text that came from no wire
+        except _UNWRITABLE:  # an integer of more than 64 bits, or text with lone surrogates
             return _encode_leniently(msgspec.to_builtins(value, enc_hook=_plain))
     try:
         return value.__pydantic_serializer__.to_json(value)
@@ -160,8 +160,8 @@ def _plain(value: object) -> object:
 def encode_items(name: str, items: Iterable[bytes | WireError]) -> bytes:
     """Return ``{name: [...]}`` of answers as JSON and errors.
 
-    Items are separated by a comma and a line break, which no JSON string contains, so that a controller
-    splits them without parsing.
+    Items are separated by a comma and a line break. No JSON string contains a line break, so a controller can
+    split the items without parsing.
     """
     parts = [item if isinstance(item, bytes) else to_json(item.wire()) for item in items]
     return b'{"%b":[%b]}' % (name.encode(), b",\n".join(parts))

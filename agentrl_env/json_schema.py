@@ -1,4 +1,4 @@
-"""JSON Schemas from elsewhere, which validate values in their own dialect."""
+"""JSON Schemas from other sources, which validate values in their own dialect."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from agentrl_env.ecma_pattern import python_pattern
 from agentrl_env.schema import MAX_ERRORS, ArgumentError, check_finite, echo
 
 MAX_CHARACTERS = 1 << 18
-"""Length of a schema as JSON; the model reads all of it with every prompt."""
+"""Maximum length of a schema as JSON. The model reads the whole schema with every prompt."""
 MAX_MESSAGE = 300
-"""Length of one error for the model, which may quote values and schemas."""
+"""Maximum length of one error for the model, since errors can quote values and schemas."""
 _MAPS = {
     *("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies"),
 }
-"""Keywords with an object of schemas."""
+"""Keywords whose value is an object of schemas."""
 _SCHEMAS = {
     *("additionalItems", "additionalProperties", "contains", "items", "not", "if", "then", "else"),
     *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "prefixItems"),
 }
-"""Keywords with a schema or a list of them."""
+"""Keywords whose value is a schema or a list of schemas."""
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-"""Keywords with schemas of the same value."""
+"""Keywords with schemas that apply to the same value."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaProblem(ValueError):
-    """A schema cannot be used; the message is the reason."""
+    """A schema cannot be used. The message is the reason."""
 
 
 class JsonSchema:
-    """A JSON Schema, compiled.
+    """A compiled JSON Schema.
 
-    The dialect is that of ``$schema``. Without one it is 2020-12, or the newest of draft-07 and draft-04 that
-    permits the schema. References are resolved within the schema and the official meta-schemas.
+    ``$schema`` selects the dialect. Without it, the dialect is 2020-12, or else the newest of draft-07 and
+    draft-04 that permits the schema. References are resolved within the schema and the official meta-schemas.
 
     Args:
         schema: the schema of an object. It is not changed.
 
-    Raises SchemaProblem for a schema that is invalid or too long, or has a reference that leads nowhere or
+    Raises SchemaProblem if the schema is invalid or too long, or has a reference that does not exist or leads
     back to itself.
     """
 
@@ -80,7 +80,7 @@ class JsonSchema:
             return False
 
     def problems(self, value: Any) -> Iterator[str]:
-        """Yield what is wrong with the arguments of a call, a line for each error."""
+        """Yield the errors in the arguments of a call, one line each."""
         for error in self._validator.iter_errors(value):
             yield self._line(best_match([error]))
 
@@ -115,7 +115,7 @@ class JsonSchema:
         translated = python_pattern(pattern)
         if translated is None:
             self.unchecked.append(pattern)
-            return ""  # matches everything
+            return ""  # the empty pattern matches everything
         self._originals[translated] = pattern
         return translated
 
@@ -131,10 +131,10 @@ def compiled_schema(schema: Mapping[str, Any]) -> JsonSchema:
 
 
 class SchemaArguments:
-    """The arguments of a tool with a schema from elsewhere; has the interface of ``Arguments``.
+    """The arguments of a tool with a schema from another source. Has the interface of ``Arguments``.
 
     Args:
-        schema: their schema, which the model sees as it is.
+        schema: schema of the arguments, which the model sees unchanged.
         summary: description of the tool.
 
     Raises SchemaProblem.
@@ -183,7 +183,7 @@ def _dialect(schema: Mapping[str, Any]) -> Any:
 
 
 def _check_references(schema: Mapping[str, Any], dialect: str) -> None:
-    """Raise SchemaProblem unless each reference leads to a schema that does not need itself."""
+    """Raise SchemaProblem unless each reference leads to a schema that does not depend on itself."""
     specification = specification_with(dialect)
     resource = specification.create_resource(schema)
     pending = [(SPECIFICATIONS.resolver_with_root(resource), resource)]

@@ -21,12 +21,12 @@ _SUBSCHEMA_MAPS = ("properties", "$defs", "patternProperties")
 _SUBSCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SUBSCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
 _MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
-"""What a JSON text has if a number of it is NaN, infinite or too large for a float."""
+"""Matches JSON text that might contain a number that is NaN, infinite or too large for a float."""
 MAX_ERRORS = 3
-"""Errors of one call that the model is shown."""
+"""Maximum number of errors of one call that are shown to the model."""
 _MAX_ECHO = 80
 _WHOLE_NUMBER = re.compile(r"\d\.0|\d[eE]")
-"""What a JSON text has if a whole number in it is written with a point or an exponent."""
+"""Matches JSON text that might contain a whole number with a decimal point or an exponent."""
 _DATE = "an ISO 8601 date such as '2024-02-29'"
 _DATETIME = "an ISO 8601 date and time such as '2024-02-29T12:00:00Z'"
 _TIME = "an ISO 8601 time such as '12:00:00'"
@@ -37,11 +37,11 @@ _FORMATS = {
     **dict.fromkeys(("time_type", "time_parsing"), _TIME),
     **dict.fromkeys(("time_delta_type", "time_delta_parsing"), _DURATION),
 }
-"""The format that an argument should have, by the type of the error."""
+"""The expected format of an argument, by the type of the validation error."""
 
 
 class ArgumentError(Exception):
-    """The arguments from the model are invalid; the text is one line for the model."""
+    """The arguments from the model are invalid. The text is a line for the model."""
 
 
 class Arguments:
@@ -53,7 +53,7 @@ class Arguments:
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
         fields = self._fields(function, described)
         self.unknown = tuple(name for name in described if name not in fields)
-        """Names in the ``Args:`` section that no parameter has."""
+        """Names in the ``Args:`` section that are not parameters."""
         self._adapter = self._build(fields)
         self._check_values()
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
@@ -65,8 +65,8 @@ class Arguments:
         """Return keyword arguments from the JSON text of a call. Raises ArgumentError.
 
         Validation is strict (``"7"`` is not an integer), so that it accepts exactly what the schema
-        permits. As in JSON Schema, 1.0 is an integer. Blank text means no arguments. NaN and infinity are no
-        JSON, wherever they are.
+        permits. As in JSON Schema, 1.0 is an integer. Blank text means no arguments. NaN and infinity are
+        rejected everywhere, because they are not JSON.
         """
         try:
             arguments = self._validate(text if text.strip() else "{}", strict=True)
@@ -77,11 +77,11 @@ class Arguments:
                 raise ArgumentError(self._explain(remaining)) from None
             except ValueError:
                 raise ArgumentError(self._explain(error)) from None
-        check_finite(text)  # pydantic looks at parameters of type float only
+        check_finite(text)  # pydantic checks only parameters of type float
         return arguments
 
     def _fields(self, function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Any]:
-        """Return the annotation of each parameter but ``self``."""
+        """Return the annotation of each parameter except ``self``."""
         try:
             hints = get_type_hints(function, include_extras=True)
         except (NameError, TypeError, AttributeError, SyntaxError) as error:
@@ -107,7 +107,7 @@ class Arguments:
             raise self._without_schema(fields, error) from error
 
     def _check_values(self) -> None:
-        """Raise DefinitionError if a Literal or an Enum has a value that no JSON value equals."""
+        """Raise DefinitionError if a Literal or an Enum has a value that JSON cannot represent."""
         for value in _not_json(self._adapter.core_schema):
             raise self._invalid(
                 f"an argument can be {value!r:.80}, which JSON cannot express; write the plain values in "
@@ -115,7 +115,7 @@ class Arguments:
             )
 
     def _check_defaults(self, function: Callable[..., Any]) -> None:
-        """Raise DefinitionError if the schema has a default that a model could not pass."""
+        """Raise DefinitionError if the schema has a default value that a model could not pass."""
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
         for name, part in self.schema["properties"].items():
             if "default" not in part or name not in defaults:
@@ -129,7 +129,7 @@ class Arguments:
                 )
 
     def _refusal(self, name: str, arguments: str | dict[str, Any]) -> str:
-        """Return why an argument is refused, "" if it is not; the other ones may be missing."""
+        """Return the reason why an argument is refused, or "". Other arguments can be missing."""
         validator = self._adapter.validator
         try:
             if isinstance(arguments, str):
@@ -142,7 +142,7 @@ class Arguments:
         return ""
 
     def _without_schema(self, fields: Mapping[str, Any], error: Exception) -> DefinitionError:
-        """Return the error of the first parameter whose type alone has no schema either."""
+        """Return an error for the first parameter whose type has no JSON Schema."""
         for name, annotation in fields.items():
             try:
                 TypeAdapter(_typed_dict({name: annotation})).json_schema()
@@ -152,7 +152,7 @@ class Arguments:
                     "use str, int, float, bool, list, dict, Literal, an Enum or a pydantic model"
                 )
             except Exception as found:
-                # The outermost cause of pydantic, the innermost of pydantic-core.
+                # The reason is in the outermost cause from pydantic and in the innermost from pydantic-core.
                 reason = str(found).splitlines()[-1 if isinstance(found, SchemaError) else 0].strip(" .")
                 return self._invalid(f"no schema for its arguments: parameter {name!r}: {reason}")
         return self._invalid(f"no schema for its arguments: {str(error).splitlines()[0]}")
@@ -207,7 +207,7 @@ class Arguments:
         return f"argument {echo(where)}{_reason(problem)}, got {echo(problem['input'])}"
 
     def _known(self, path: Sequence[str | int]) -> str:
-        """Return the names of the fields at a path of an error; "" if a union leaves them open."""
+        """Return the names of the fields at a path of an error, or "" if a union makes them ambiguous."""
         node: Any = self.schema
         for part in (*path, None):
             options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
@@ -260,7 +260,7 @@ def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _reason(problem: Any) -> str:
-    """Return what is wrong with an argument, as the continuation of its name."""
+    """Return the problem of an argument, as a phrase that follows its name."""
     if form := _FORMATS.get(problem["type"]):
         cause = problem.get("ctx", {}).get("error")
         return f" should be {form}" + (f" ({cause})" if cause else "")
@@ -270,12 +270,12 @@ def _reason(problem: Any) -> str:
 
 
 def _continues(line: str, current: str) -> bool:
-    """Return True if an indented line continues the entry above it: it is indented deeper than entries."""
+    """Return True if a line continues the entry above it, because it is indented deeper than entries."""
     return bool(current) and len(line) - len(line.lstrip()) > 4
 
 
 def _described(annotation: Any, description: str) -> Any:
-    # A description in the author's Field(...) takes precedence; pydantic merges the outermost last.
+    # A description in the author's Field(...) takes precedence, because pydantic merges the outermost last.
     for extra in getattr(annotation, "__metadata__", ()):
         if getattr(extra, "description", None):
             return annotation
@@ -283,7 +283,7 @@ def _described(annotation: Any, description: str) -> Any:
 
 
 def _not_finite(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the place and the value of each number that is NaN or infinite."""
+    """Yield the place and value of each number that is NaN or infinite."""
     if isinstance(value, float) and not math.isfinite(value):
         yield path, value
     elif isinstance(value, dict | list):
@@ -315,7 +315,7 @@ def _with_integers(text: str) -> str:
 
 
 def _not_json(core_schema: Any) -> Iterator[Any]:
-    """Yield the values of literals and enums in a schema of pydantic-core that no JSON value equals."""
+    """Yield the values of literals and enums in a pydantic-core schema that JSON cannot represent."""
     if isinstance(core_schema, list):
         for item in core_schema:
             yield from _not_json(item)

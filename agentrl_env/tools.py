@@ -1,4 +1,4 @@
-"""Step 3 of 9: ToolCall -> StepResult. Methods as tools: their schemas, and how a message calls them."""
+"""Step 3 of 9: ToolCall -> StepResult. Methods as tools: their schemas and the calls in a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MARK = "__agentrl_tool__"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A tool's answer with a reward for this step, metrics, and ``info`` for callers other than the model."""
+    """A tool's answer with a reward for this step, metrics, and ``info`` that the model does not see."""
 
     content: Content
     _: KW_ONLY
@@ -45,11 +45,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Done(Reply):
-    """A tool's last answer: the task has ended (``terminated``), with success or without.
+    """A tool's last answer. It ends the task (``terminated``), with or without success.
 
     Attributes:
-        truncated: True if a limit of the task, such as a number of steps, ended the episode; the session is
-            then ``truncated_turns``.
+        truncated: True if a limit of the task, such as a number of steps, ended the episode. The session's
+            status is then ``truncated_turns``.
     """
 
     _: KW_ONLY
@@ -61,7 +61,7 @@ class _Options:
     name: str
     timeout: float | None
     arguments: SchemaArguments | None = None
-    """Arguments with a schema from elsewhere; None if the method's signature describes them."""
+    """Arguments with a schema from another source. None if the method's signature describes them."""
 
 
 @overload
@@ -71,11 +71,11 @@ def tool(*, name: str | None = None, timeout: float | None = None) -> Callable[[
 def tool(
     function: F | None = None, /, *, name: str | None = None, timeout: float | None = None
 ) -> F | Callable[[F], F]:
-    """Make a method of an Environment a tool; calling the method itself is unchanged.
+    """Make a method of an Environment a tool. The method can still be called directly.
 
     Args:
         function: the method, when used without parentheses.
-        name: tool name that the model sees; the method's name by default.
+        name: tool name that the model sees. By default the method's name.
         timeout: time limit of a call in seconds, instead of the environment's ``tool_timeout``.
     """
 
@@ -102,11 +102,11 @@ def tool(
 def foreign_tool(
     name: str, arguments: SchemaArguments, play: Callable[..., Awaitable[Any]]
 ) -> Callable[..., Any]:
-    """Return a method that is a tool with a JSON Schema from elsewhere.
+    """Return a method that is a tool with a JSON Schema from another source.
 
     Args:
         name: tool name that the model sees.
-        arguments: its description and arguments.
+        arguments: description and arguments of the tool.
         play: ``await play(environment, arguments)`` answers a call.
     """
 
@@ -129,7 +129,7 @@ class Tool:
 
 
 class Toolset:
-    """The tools of one environment class, in the order they are written."""
+    """The tools of one environment class, in the order of their definition."""
 
     def __init__(self, environment: type) -> None:
         self.tools: dict[str, Tool] = {}
@@ -177,7 +177,7 @@ def is_tool(value: object) -> bool:
 
 
 def is_seconds(value: object) -> bool:
-    """Return True if a value is a number of seconds above 0; infinity means no limit."""
+    """Return True if a value is a number of seconds above 0. Infinity means no limit."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -192,15 +192,15 @@ class TimeLimitReached(Exception):
 
 
 class LoopTimeSpent(Exception):
-    """The calls of a message have held the event loop for the maximum time of one message."""
+    """The calls of a message have used up the event loop time of one message."""
 
 
 class Player(Protocol):
-    """The part of an Environment that a step uses, besides its tools."""
+    """The part of an Environment, except its tools, that a step uses."""
 
     @property
     def max_output_chars(self) -> int:
-        """Characters that the answers to one message can have."""
+        """Maximum number of characters of the answers to one message."""
 
     def respond(self, text: str, /) -> Any:
         """Answer an assistant turn without a tool call."""
@@ -210,11 +210,11 @@ class Player(Protocol):
 
 
 class StepBuilder:
-    """The result of one step, built up while the tool calls of its message run.
+    """Builds the result of one step while the tool calls of its message run.
 
     Args:
         message: the assistant message.
-        begin: time of its arrival, by the session's clock.
+        begin: time of the message's arrival, by the session's clock.
     """
 
     __slots__ = (
@@ -230,14 +230,14 @@ class StepBuilder:
         self.done = self.truncated = False
         self.info: dict[str, Any] = {}
         self.room = 0
-        """Characters that the answers may still have."""
+        """Number of characters that are left for the answers."""
         self.calling: Callable[..., Any] | None = None
-        """The author's method that was called last; errors name its place."""
+        """The author's method that was called last. Errors name its place."""
 
     async def run(self, environment: Player, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` if it has none.
 
-        Raises TimeLimitReached, and anything that author code raises except ToolError.
+        Raises TimeLimitReached, and any exception of author code except ToolError.
         """
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
         tools = toolset(environment.__class__)
@@ -292,7 +292,7 @@ class StepBuilder:
         self.metrics["success"] = float(self.metrics.get("success", float(earned)) >= 0.5)
 
     def fail(self, error: BaseException) -> None:
-        """Record an exception of author code; the reward is then meaningless."""
+        """Record an exception of author code, which makes the reward meaningless."""
         self.reward = 0.0
         self.info = {"error": {"type": type(error).__name__, "message": describe(error, self.calling)}}
 
@@ -301,7 +301,7 @@ class StepBuilder:
         return encode_result(session_id, seq, self.messages, self.reward, status, self.metrics, self.info)
 
     def _parse(self, tools: Toolset, request: AnyToolCall) -> tuple[Tool, dict[str, Any]] | None:
-        """Return the tool and the arguments of a call, or None if it is answered with an error."""
+        """Return the tool and the arguments of a call, or None after answering the call with an error."""
         name = request.function.name
         found = tools.tools.get(name)
         if found is None:
@@ -340,7 +340,7 @@ class StepBuilder:
 
 
 def tool_messages(content: object, call_id: str, name: str) -> list[Message | ToolAnswer]:
-    """Turn a tool's content into messages, exactly one of which answers the call.
+    """Convert a tool's content to messages. Exactly one of them answers the call.
 
     Raises DefinitionError if the content is not ``str | Message | list[Message]``.
     """
@@ -359,7 +359,7 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message | To
 
 
 def bounded(content: object, room: int) -> tuple[object, int]:
-    """Cut the text of an author's content to ``room`` characters; return it and the remaining room."""
+    """Cut the text of an author's content to ``room`` characters. Return it and the remaining room."""
     if isinstance(content, str):
         content = cut(content, room)
         return content, room - len(content)
@@ -387,9 +387,9 @@ def cut(text: str, room: int) -> str:
 
 
 def as_messages(content: object, where: str) -> list[Message]:
-    """Turn ``str | Message | list[Message]`` into messages; text becomes a user message.
+    """Convert ``str | Message | list[Message]`` to messages. Text becomes a user message.
 
-    Raises DefinitionError if it has another type, or cannot be encoded as JSON.
+    Raises DefinitionError if the content has another type or cannot be encoded as JSON.
     """
     if isinstance(content, str):
         return [Message(role="user", content=clean(content))]
@@ -411,7 +411,7 @@ def as_messages(content: object, where: str) -> list[Message]:
 
 
 def _remedy(content: object, where: str) -> str:
-    """Return what to write for values that carry more than text; "" for others."""
+    """Return advice about values of unsupported types that contain more than text, or ""."""
     if isinstance(content, dict):
         return ", such as json.dumps(...) of the dict"
     rest = content[1:] if isinstance(content, tuple) else ()
@@ -421,7 +421,7 @@ def _remedy(content: object, where: str) -> str:
 
 
 def as_move(move: object) -> Message:
-    """Turn ``ToolCall | str | Message`` into an assistant message. Raises DefinitionError."""
+    """Convert ``ToolCall | str | Message`` to an assistant message. Raises DefinitionError."""
     if isinstance(move, ToolCall):
         return Message.assistant(None, move)
     if isinstance(move, str):
@@ -434,12 +434,12 @@ def as_move(move: object) -> Message:
 
 
 def clean(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot carry."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _attributes(environment: type) -> list[str]:
-    """Return every attribute name, base classes first, each in the order it is written."""
+    """Return all attribute names, base classes first, in the order of their definition."""
     names: dict[str, None] = {}
     for base in reversed(environment.__mro__):
         names.update(dict.fromkeys(vars(base)))
@@ -453,7 +453,7 @@ def _text(message: AssistantMessage) -> str:
 
 
 def _numbers(metrics: Mapping[Any, object]) -> dict[str, float]:
-    """Return metrics with valid names and finite values."""
+    """Return metrics as floats. Raises DefinitionError unless the names are valid and the values finite."""
     return {clean(str(name)): _finite(value, f"metric {name}") for name, value in metrics.items()}
 
 

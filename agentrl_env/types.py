@@ -1,7 +1,7 @@
 """Data models shared by environments, servers and trainers.
 
-All of them cross a wire, so they are frozen pydantic models in OpenAI chat format. They carry messages only:
-no token id is ever seen in this package.
+All of them cross a wire, so they are frozen pydantic models in OpenAI chat format. They contain only
+messages, never token ids.
 
 Example, one turn of a session::
 
@@ -35,14 +35,14 @@ _absent = partial(operator.is_, None)
 
 
 class FunctionCall(_Frozen):
-    """The function part of a tool call; ``arguments`` is the unparsed JSON text from the model."""
+    """The function part of a tool call. ``arguments`` is the unparsed JSON text from the model."""
 
     name: str
     arguments: str = "{}"
 
 
 class _Nullable:
-    """Accepts null as well. A validator would call Python for every value, and this does not."""
+    """Also accepts null. Unlike a validator, this does not call Python code for every value."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.nullable_schema(handler(source))
@@ -52,18 +52,18 @@ class ToolCall(_Frozen):
     """One call of one tool in an assistant message."""
 
     id: Annotated[str, Field(coerce_numbers_to_str=True), _Nullable()] = cast(str, None)
-    """A number is written as text. In a message, a call without an id is named by its position."""
+    """Id of the call. A number becomes text. In a message, a call without an id gets its position as id."""
     type: Literal["function"] = "function"
     function: FunctionCall
 
     @classmethod
     def of(cls, name: str, /, *, call_id: str = "call_0", **arguments: Any) -> ToolCall:
-        """Build a call from plain values: ``ToolCall.of("guess", n=7)``."""
+        """Return a call with plain values: ``ToolCall.of("guess", n=7)``."""
         return cls(id=call_id, function=FunctionCall(name=name, arguments=json.dumps(arguments)))
 
 
 class Message(_Frozen):
-    """One chat message in OpenAI format; ``content`` is text, a list of content parts, or null."""
+    """One chat message in OpenAI format. ``content`` is text, a list of content parts, or null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -76,8 +76,8 @@ class Message(_Frozen):
     @field_validator("tool_calls")
     @classmethod
     def _named(cls, calls: tuple[ToolCall, ...] | None) -> tuple[ToolCall, ...] | None:
-        """Name calls without an id by their position: some models name none."""
-        # Not before the fields are validated, which makes each step of a batch 70 % slower to read.
+        """Give calls without an id their position as the id, because some models send no ids."""
+        # Runs after validation. A "before" validator makes reading each step of a batch 70 % slower.
         if calls is None or all(call.id is not None for call in calls):
             return calls
         return tuple(
@@ -87,11 +87,11 @@ class Message(_Frozen):
 
     @classmethod
     def assistant(cls, content: str | None = None, *calls: ToolCall) -> Message:
-        """Build an assistant message from text and tool calls."""
+        """Return an assistant message with text and tool calls."""
         return cls(role="assistant", content=content, tool_calls=calls or None)
 
     def wire(self) -> dict[str, Any]:
-        """Return the OpenAI chat form: absent fields are omitted, except ``content``."""
+        """Return the message in OpenAI chat format. Absent fields are omitted, except ``content``."""
         return self.model_dump()
 
     def _repr_html_(self) -> str:
@@ -104,7 +104,7 @@ _TEXT = '<pre style="white-space:pre-wrap;margin:0">{}</pre>'
 
 
 def notebook_html(heading: str, messages: Iterable[Message]) -> str:
-    """Return a heading and messages as HTML, which notebooks show; text in them is escaped."""
+    """Return a heading and messages as HTML for notebooks. Their text is escaped."""
     parts = [f"<p>{escape(heading)}</p>"] if heading else []
     for message in messages:
         texts = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
@@ -142,11 +142,11 @@ class TaskSample(_Frozen):
 
 
 class SplitInfo(_Frozen):
-    """Number of samples in a split; null if it is endless."""
+    """The number of samples in a split, which is null if the split is endless."""
 
     num_samples: int | None = None
     ids: tuple[str, ...] | None = Field(default=None, exclude_if=_absent)
-    """Names of the samples in order, if they have names and are not too many; numbers select them too."""
+    """Names of the samples in order, if they have names and are not too many. Numbers select them too."""
 
 
 class TaskInfo(_Frozen):
@@ -165,11 +165,11 @@ _Seconds = Annotated[float, Field(ge=0, le=2**53)]
 
 
 class Durations(_Frozen):
-    """Durations, counted in the buckets of ``/metrics``."""
+    """Durations in the buckets of ``/metrics``."""
 
     buckets: tuple[_Count, ...] = ()
     seconds: _Seconds = 0.0
-    """Their sum."""
+    """Sum of the durations."""
 
 
 class TaskCounts(_Frozen):
@@ -181,17 +181,17 @@ class TaskCounts(_Frozen):
     steps: _Count = 0
     invalid_calls: _Count = 0
     scored: _Count = 0
-    """Sessions that ended with a reward: those that the task or a limit has ended."""
+    """Number of sessions that ended with a reward, because the task or a limit ended them."""
     succeeded: _Count = 0
     reward: float = Field(default=0.0, ge=-1e300, le=1e300)
     """Sum of the rewards of the scored sessions."""
 
 
 class Counts(_Frozen):
-    """Everything that one serving process has counted since its start; it goes with heartbeats."""
+    """All counts of a serving process since its start, sent with heartbeats."""
 
     source: str = Field(min_length=1, max_length=64)
-    """Id of the process; it stays the same if the server takes another id."""
+    """Id of the process. It does not change if the server takes another id."""
     tasks: dict[str, TaskCounts] = Field(default_factory=dict)
     tools: dict[str, dict[str, Durations]] = Field(default_factory=dict)
     """Durations of tool calls by task and tool."""
@@ -208,7 +208,7 @@ class ServerSummary(_Frozen):
     capacity: int
     open: int
     waiting: int = 0
-    """Number of openings that wait for capacity."""
+    """Number of openings waiting for capacity."""
     draining: bool = False
     stale: bool = False
     """True if the operator has stopped new sessions here."""
@@ -216,28 +216,28 @@ class ServerSummary(_Frozen):
     """Seconds since the last heartbeat."""
     version: str = ""
     steps: int = 0
-    """Steps since its start."""
+    """Number of steps since the server's start."""
 
 
 class LostServer(_Frozen):
-    """One server that was lost in the last minutes, in ``GET /v1/fleet``."""
+    """A recently lost server in ``GET /v1/fleet``."""
 
     server_id: str
     place: str = ""
     """Host name and process id."""
     tasks: tuple[str, ...] = ()
     open: int = 0
-    """Number of its open sessions when it was lost."""
+    """Number of the server's open sessions when it was lost."""
     reason: str = ""
     lost_s: float = 0.0
-    """Seconds since then."""
+    """Seconds since the loss."""
 
 
 class FleetPoint(_Frozen):
-    """The state of a server or fleet at one time; counts are sums since the start of the process."""
+    """The state of a server or fleet at one time. Counts are totals since the start of the process."""
 
     time: float
-    """Unix time, in seconds, by the clock of the process that answers."""
+    """Unix time in seconds, by the clock of the answering process."""
     servers: int = 0
     open: int = 0
     waiting: int = 0
@@ -246,42 +246,42 @@ class FleetPoint(_Frozen):
     scored: int = 0
     succeeded: int = 0
     failed: int = 0
-    """Sessions that ended because the environment failed or their server was lost."""
+    """Number of sessions that ended because the environment failed or the server was lost."""
 
 
 class FleetInfo(_Frozen):
-    """Answer of ``GET /v1/fleet``; a single server is a fleet of one."""
+    """Answer of ``GET /v1/fleet``. A single server is a fleet of one."""
 
     kind: Literal["server", "controller"]
     name: str = ""
     version: str = ""
     draining: bool = False
     waiting: int = 0
-    """Number of openings that wait for capacity anywhere."""
+    """Number of openings waiting for capacity in the whole fleet."""
     servers: tuple[ServerSummary, ...] = ()
     lost: tuple[LostServer, ...] = ()
     counts: dict[str, TaskCounts] = Field(default_factory=dict)
     """Counts by task."""
     history: tuple[FleetPoint, ...] = ()
-    """Points after ``since``, oldest first, if the request has it; at most one hour of points."""
+    """Points after the request's ``since``, oldest first, for at most one hour. Empty without ``since``."""
 
 
 class SessionStatus(StrEnum):
-    """Status of a session; all but RUNNING are final."""
+    """Status of a session. All statuses except RUNNING are final."""
 
     RUNNING = "running"
     COMPLETED = "completed"
-    """The task ended, in success or failure (``terminated``)."""
+    """The task ended with success or failure (``terminated``)."""
     TRUNCATED_TURNS = "truncated_turns"
     """The turn limit was reached (``truncated``)."""
     TRUNCATED_TIME = "truncated_time"
     """The session's time limit was reached (``truncated``)."""
     FAILED_ENVIRONMENT = "failed_environment"
-    """The environment failed; the reward is meaningless and must not be trained on."""
+    """The environment failed. The reward is meaningless and must not be used for training."""
     CANCELLED = "cancelled"
-    """Closed by the client before its end."""
+    """The client closed the session before its end."""
     EXPIRED = "expired"
-    """Idle past its lease."""
+    """The session was idle past its lease."""
 
     @property
     def final(self) -> bool:
@@ -289,12 +289,12 @@ class SessionStatus(StrEnum):
         return self is not _RUNNING
 
 
-_RUNNING = SessionStatus.RUNNING  # looking up an enum's member is slow
+_RUNNING = SessionStatus.RUNNING  # looking up an enum member is slow
 TRUNCATED = (SessionStatus.TRUNCATED_TURNS, SessionStatus.TRUNCATED_TIME)
 
 
 class StepResult(_Frozen):
-    """The environment's answer to one assistant message; ``reward`` is the reward of this step only."""
+    """The environment's answer to one assistant message. ``reward`` is the reward of this step only."""
 
     session_id: str
     seq: int
@@ -313,7 +313,7 @@ class StepResult(_Frozen):
 
     @property
     def done(self) -> bool:
-        """``final`` by the name that reinforcement learning gives it."""
+        """The same as ``final``, under its usual name in reinforcement learning."""
         return self.status.final
 
     def _repr_html_(self) -> str:
@@ -321,7 +321,7 @@ class StepResult(_Frozen):
 
 
 class SessionInfo(_Frozen):
-    """State of a session, when it was opened or now (``GET /v1/sessions/{id}``)."""
+    """State of a session, either when it was opened or now (``GET /v1/sessions/{id}``)."""
 
     session_id: Annotated[str, Field(min_length=1, max_length=256)]
     task: str
@@ -331,9 +331,9 @@ class SessionInfo(_Frozen):
     tools: tuple[ToolSpec, ...] = ()
     status: SessionStatus = SessionStatus.RUNNING
     turn: int = 0
-    """Number of steps taken; the next step has ``seq = turn + 1``."""
+    """Number of steps taken. The next step has ``seq = turn + 1``."""
     last: StepResult | None = None
     info: Mapping[str, Any] = Field(default_factory=dict)
     agent_token: str | None = Field(default=None, exclude_if=_absent)
-    """Token that permits only to step and read this session; present only in the answer that opened it,
-    if the server requires a token."""
+    """Token that only allows stepping and reading this session. Present only in the answer that opened the
+    session, if the server requires a token."""

@@ -1,7 +1,7 @@
-"""Wire protocol 1: the requests and answers of every call, and the table of the calls.
+"""Wire protocol 1: the requests and answers of every call, and the table of calls.
 
-``CALLS`` drives the HTTP routes, the WebSocket, authorization, the OpenAPI document and the client. A new
-call takes its models and its row here, and a method of that name on each ``Service``.
+``CALLS`` defines the HTTP routes, the WebSocket calls, the authorization, the OpenAPI document and the
+client. A new call needs models and a row here, and a method with the same name on each ``Service``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SOCKET_PROTOCOL = "agentrl.v1"
 """WebSocket subprotocol of ``/v1/ws``."""
 ANSWER_FRAME = re.compile(rb'\{"id":(\d+),"(result|error)":')
 LINK_PATH = "/v1/link"
-"""WebSocket endpoint of a controller to which servers connect; the controller sends the calls."""
+"""WebSocket endpoint of a controller. Servers connect to it, and the controller sends the calls."""
 SEED_BITS = 53
 """Seeds are below 2**53, so that every JSON parser represents them exactly."""
 MAX_WAIT_S = 3600.0
-"""Seconds that a call may ask to wait."""
+"""Maximum number of seconds that a call can request to wait."""
 _INT64 = 2**63
 
 
@@ -68,21 +68,21 @@ class OpenRequest(_Model):
     """Body of ``POST /v1/sessions``."""
 
     task: str = ""
-    """Optional if the server has a single task."""
+    """Name of the task. Optional if the server has a single task."""
     split: str = "train"
     index: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | str | None = None
     seed: int | None = Field(default=None, ge=0, lt=_INT64)
     sample: dict[str, Any] | None = None
     wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S, allow_inf_nan=False)
-    """Seconds to wait in the fair queue of a full server; 0 fails at once."""
+    """Seconds to wait in the fair queue of a full server. 0 fails immediately."""
     request_id: str | None = Field(default=None, max_length=128)
-    """Idempotency key: the same id again returns the same session; with another request it is a conflict."""
+    """Idempotency key. A repeated id returns the same session. With another request it is a conflict."""
     digest: SkipJsonSchema[str] = Field(default="", max_length=64)
-    """Between controller and server: ``payload_digest`` of the client's request."""
+    """``payload_digest`` of the client's request, sent from a controller to a server."""
     client: str = Field(default="", max_length=128)
     """Name of the caller, for the limits of a controller."""
     n: int | None = Field(default=None, ge=1, le=16_384)
-    """Number of sibling sessions of the same problem; the answer is then an ``OpenBatchAnswer``."""
+    """Number of sibling sessions of the same problem. The answer is then an ``OpenBatchAnswer``."""
 
 
 class OpenBatch(_Model):
@@ -107,8 +107,8 @@ class StepRequest(StepBody):
 class StepBatch(_Model):
     """Body of ``POST /v1/step``: steps of many sessions.
 
-    With ``wait_s`` the answer arrives after that many seconds at the latest, with a ``step_pending``
-    error for each item that is still running; repeating its ``seq`` waits for it.
+    With ``wait_s``, the answer arrives within this number of seconds, with a ``step_pending`` error for
+    each step that is still running. Repeating its ``seq`` waits for the step.
     """
 
     steps: Annotated[list[StepRequest], FailFast()]
@@ -120,7 +120,7 @@ class ForkBody(_Model):
 
     n: int = Field(default=1, ge=1)
     request_id: str | None = Field(default=None, max_length=128)
-    """Idempotency key: the same id again returns the same sessions; with another ``n`` it is a conflict."""
+    """Idempotency key. A repeated id returns the same sessions. With another ``n`` it is a conflict."""
 
 
 class ForkRequest(ForkBody):
@@ -135,7 +135,7 @@ class SessionQuery(_Model):
     task: str | None = None
     status: SessionStatus | None = None
     search: str = Field(default="", max_length=256)
-    """Text that the id, task, split, index or seed of a session contains; upper and lower case are equal."""
+    """Text to search for in the id, task, split, index or seed of a session. Case is ignored."""
     limit: int = Field(default=100, ge=1, le=1000)
     after: str | None = Field(default=None, max_length=256)
     """``next`` of the previous page."""
@@ -145,7 +145,7 @@ class FleetQuery(_Model):
     """Query of ``GET /v1/fleet``."""
 
     since: float | None = Field(default=None, allow_inf_nan=False)
-    """Unix time after which points of the history are returned; null returns none."""
+    """Unix time after which points of the history are returned. Null returns no points."""
 
 
 FLEET_NOW = FleetQuery()
@@ -156,14 +156,14 @@ class DrainRequest(_Model):
 
     server_id: str
     draining: bool = True
-    """False lets the server take new sessions again."""
+    """False lets the server accept new sessions again."""
 
 
 class TranscriptQuery(_Model):
     """Query of ``GET /v1/sessions/{id}/transcript``."""
 
     after: int | None = Field(default=None, ge=0, lt=_INT64)
-    """Return the turns after this one; null returns all of them, and the opening."""
+    """Return the turns after this turn. Null returns all turns and the opening."""
 
 
 class TranscriptRequest(TranscriptQuery):
@@ -173,7 +173,7 @@ class TranscriptRequest(TranscriptQuery):
 
 
 class ErrorDetail(_Model):
-    """Type and message of an error; some types carry more fields, such as ``retry_after`` or ``expected``."""
+    """Type and message of an error. Some types have more fields, such as ``retry_after`` or ``expected``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -182,7 +182,7 @@ class ErrorDetail(_Model):
 
 
 class Error(_Model):
-    """Body of every error; each type has one HTTP status."""
+    """Body of every error. Each type has one HTTP status."""
 
     error: ErrorDetail
 
@@ -244,21 +244,21 @@ class SessionSummary(_Model):
     reward: float = 0.0
     """Sum of the rewards so far."""
     began: float
-    """Unix time of the opening, in seconds, by the server's clock; the list is sorted by it, newest first."""
+    """Unix time of the opening in seconds, by the server's clock. The list is sorted by it, newest first."""
     age_s: float
     idle_s: float | None = None
-    """Seconds since the last call, or the end; null while a call is running."""
+    """Seconds since the last call or the end. Null while a call is running."""
     error: str = ""
-    """Reason of a session that has ended as ``failed_environment``."""
+    """Reason of the failure if the session ended as ``failed_environment``."""
 
 
 class SessionList(_Model):
-    """Answer of ``GET /v1/sessions``: one page, and the number of sessions that match."""
+    """Answer of ``GET /v1/sessions``: one page, and the number of matching sessions."""
 
     sessions: tuple[SessionSummary, ...] = ()
     total: int = 0
     next: str | None = None
-    """Start of the next page; null on the last."""
+    """Start of the next page. Null on the last page."""
 
 
 class TranscriptTurn(_Model):
@@ -269,7 +269,7 @@ class TranscriptTurn(_Model):
 
 
 class Transcript(_Model):
-    """Answer of ``GET /v1/sessions/{id}/transcript``: the last turns that the server keeps."""
+    """Answer of ``GET /v1/sessions/{id}/transcript``: the last turns, as far as the server keeps them."""
 
     session_id: str
     sample: TaskSample
@@ -286,7 +286,7 @@ class Transcript(_Model):
 
 
 def choose_task(name: str | None, known: Collection[str]) -> str:
-    """Return the name of a task; without a name, that of the only one. Raises UnknownTask."""
+    """Return the name of a task. If ``name`` is empty, return the only task. Raises UnknownTask."""
     if name and name in known:
         return name
     if not name and len(known) == 1:
@@ -298,7 +298,7 @@ def choose_task(name: str | None, known: Collection[str]) -> str:
 
 
 def payload_digest(request: OpenRequest) -> str:
-    """Return the hash of what a request opens, to which its ``request_id`` is bound."""
+    """Return the hash of a request's payload, to which its ``request_id`` is bound."""
     if request.request_id is None:
         return ""
     payload = request.model_dump(include={"task", "split", "index", "seed", "sample", "n"})
@@ -310,7 +310,7 @@ def siblings(request: OpenRequest, n: int) -> list[OpenRequest]:
     update: dict[str, Any] = {"n": None}
     key = request.request_id
     if request.index is None and request.seed is None and request.sample is None:
-        # Without a common seed, each sibling gets another problem. A repeated request gets the same seed.
+        # Siblings need a common seed for the same problem. A repeated request gets the same seed.
         random = secrets.token_bytes(8) if key is None else sha256(key.encode()).digest()
         update["seed"] = int.from_bytes(random[:8]) >> (64 - SEED_BITS)
     return [
@@ -326,14 +326,14 @@ class Call:
         name: method of ``Service``, and ``call`` of a WebSocket frame.
         method: HTTP method.
         path: HTTP path, with ``{id}`` for the session.
-        request: arguments of the call, as a ``Service`` takes them.
-        body: part of them in the HTTP body.
-        query: part of them in the HTTP query.
-        answer: model of the answer; None for an empty one.
+        request: arguments of the call, as a ``Service`` receives them.
+        body: the arguments in the HTTP body.
+        query: the arguments in the HTTP query.
+        answer: model of the answer. None for an empty answer.
         status: HTTP status of the answer.
-        agent: whether the agent token of the session may make this call.
+        agent: True if the session's agent token allows this call.
         summary: one line for the OpenAPI document.
-        errors: errors beside those that every call may answer.
+        errors: errors in addition to the errors that every call can return.
     """
 
     name: str
@@ -389,7 +389,7 @@ STEP_MANY = Call(
     name="step_many",
     method="POST",
     path="/v1/step",
-    summary="Step many sessions; the steps of one session run in order.",
+    summary="Step many sessions. The steps of one session run in order.",
     request=StepBatch,
     body=StepBatch,
     answer=StepBatchAnswer,
@@ -399,7 +399,7 @@ STEP = Call(
     name="step",
     method="POST",
     path=f"{_SESSION}/step",
-    summary="Play one assistant message; repeating a seq returns the same answer.",
+    summary="Play one assistant message. Repeating a seq returns the same answer.",
     request=StepRequest,
     body=StepBody,
     answer=StepResult,
@@ -420,7 +420,7 @@ CLOSE = Call(
     name="close",
     method="DELETE",
     path=_SESSION,
-    summary="End a session; idempotent.",
+    summary="End a session. Idempotent.",
     request=SessionRequest,
     status=204,
 )
@@ -439,7 +439,7 @@ RENEW = Call(
     name="renew_token",
     method="POST",
     path=f"{_SESSION}/token",
-    summary="Issue a new agent token of this session, and revoke those before.",
+    summary="Issue a new agent token of this session and revoke earlier ones.",
     request=SessionRequest,
     answer=AgentToken,
     status=201,
@@ -449,7 +449,7 @@ REVOKE = Call(
     name="revoke_tokens",
     method="DELETE",
     path=f"{_SESSION}/token",
-    summary="Revoke all agent tokens of this session, which goes on; idempotent.",
+    summary="Revoke all agent tokens of this session, which continues. Idempotent.",
     request=SessionRequest,
     status=204,
     errors=(e.NotSupported, e.StateUnavailable, *_GONE),
@@ -458,7 +458,7 @@ EXPERT = Call(
     name="expert",
     method="POST",
     path=f"{_SESSION}/expert",
-    summary="Return the next message of the task's expert, without taking a step.",
+    summary="Return the next message of the task's expert without taking a step.",
     request=SessionRequest,
     answer=ExpertAnswer,
     errors=(e.SessionEnded, e.NotSupported, e.EnvironmentFailed, *_GONE),
@@ -486,7 +486,7 @@ DRAIN_SERVER = Call(
     name="drain_server",
     method="POST",
     path="/v1/fleet/drain",
-    summary="Open no new sessions on a server, which finishes those it has, or open them again.",
+    summary="Stop or resume opening sessions on a server. Open sessions continue.",
     request=DrainRequest,
     body=DrainRequest,
     answer=FleetInfo,
@@ -494,7 +494,7 @@ DRAIN_SERVER = Call(
 )
 
 CANCEL = "cancel"
-"""``call`` of a WebSocket frame that cancels the call ``target`` of the same socket; it has no answer."""
+"""``call`` of a WebSocket frame that cancels the call ``target`` of the same socket, without an answer."""
 
 CALLS: Mapping[str, Call] = {
     call.name: call
@@ -506,15 +506,15 @@ CALLS: Mapping[str, Call] = {
 
 
 class Frame(_Model):
-    """Envelope of a WebSocket frame ``{"id", "call", ...}``; the other fields are the call's request."""
+    """Envelope of a WebSocket frame ``{"id", "call", ...}``. The other fields are the call's request."""
 
     id: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | Annotated[str, Field(max_length=128)]
-    """Correlation id; the answer is ``{"id", "result"}`` or ``{"id", "error"}``."""
+    """Correlation id. The answer is ``{"id", "result"}`` or ``{"id", "error"}``."""
     call: str
     traceparent: str | None = Field(default=None, max_length=128)
     """W3C trace context of the caller."""
     target: int | str | None = None
-    """Id of the call to cancel, for ``cancel``."""
+    """Id of the call to cancel. Only for ``cancel``."""
 
 
 class SessionRow(_Model):
@@ -529,7 +529,7 @@ _ID_CHARS = 32
 
 
 def server_id_of(server_key: str) -> str:
-    """Return the id of a server: the hash of its key, so that no other server can claim it."""
+    """Return the id of a server, which is the hash of its key, so that no other server can claim it."""
     return sha256(server_key.encode()).hexdigest()[:_ID_CHARS]
 
 
@@ -538,7 +538,7 @@ class Hello(_Model):
 
     server_id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
     server_key: str = Field(default="", max_length=128)
-    """Secret of the server's process, of which its id is the hash."""
+    """Secret of the server's process. The server's id is the hash of this key."""
     protocol: int = PROTOCOL_VERSION
     tasks: tuple[TaskInfo, ...]
     capacity: int = Field(ge=1)
@@ -550,12 +550,12 @@ class Hello(_Model):
 
     @property
     def is_genuine(self) -> bool:
-        """True if the key is that of the id; earlier servers have shorter ids, and no key."""
+        """True if the key belongs to the id. Earlier versions of servers have shorter ids and no key."""
         return len(self.server_id) < _ID_CHARS or self.server_id == server_id_of(self.server_key)
 
 
 class Beat(_Model):
-    """Heartbeat of a server, every second and before an answer with consequences: ``{"beat": {...}}``."""
+    """Heartbeat of a server, every second and before answers that change sessions: ``{"beat": {...}}``."""
 
     opened: tuple[SessionRow, ...] = ()
     ended: tuple[str, ...] = ()
@@ -563,14 +563,14 @@ class Beat(_Model):
     leaving: bool = False
     """True if the server is shutting down gracefully and has no open session."""
     counts: Counts | None = None
-    """What the server has counted, if that has changed since the last of its beats that told it."""
+    """Counts of the server, if they have changed since the last heartbeat with counts."""
 
 
 class Welcome(_Model):
     """Answer of a controller to a hello: ``{"welcome": {...}}``, or ``{"lost": true}``.
 
-    ``lost`` means that the server was disconnected for too long and its sessions are reported lost: it ends
-    them and reconnects with another id.
+    ``lost`` means that the server was disconnected for too long and its sessions are reported lost. The
+    server ends them and reconnects with another id.
     """
 
     beat_s: float

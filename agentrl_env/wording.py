@@ -1,4 +1,4 @@
-"""The texts of a task that the model reads, and a file that replaces them."""
+"""The texts of a task that the model reads, which a file can replace."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl_env.errors import DefinitionError, explain
 from agentrl_env.types import Message, ToolSpec
 
 NO_TOOL_CALL = "no_tool_call"
-"""Name of the text that answers an assistant turn without a tool call."""
+"""Name of the text that is the answer to an assistant turn without a tool call."""
 _SHARED = {NO_TOOL_CALL: "Call one of the tools: {tools}."}
 """Texts of every task."""
 _NOTES = ("description", "title")
-"""Keywords of a JSON Schema that do not change which values fit."""
+"""Keywords of a JSON Schema that do not affect validation."""
 _MAPS = ("properties", "patternProperties", "$defs", "dependentSchemas")
-"""Keywords of a JSON Schema that hold schemas by name."""
+"""Keywords of a JSON Schema that contain schemas by name."""
 
 
 class _File(BaseModel):
@@ -31,13 +31,13 @@ class _File(BaseModel):
 
 
 class Wording:
-    """The texts of a task, as templates with ``{fields}``, and a file that replaces them.
+    """The texts of a task, as templates with ``{fields}``, which a file can replace.
 
-    The file is a JSON object with these keys, each of which can be missing:
+    The file is a JSON object with these optional keys:
 
     - ``messages``: messages before the opening of every episode, such as a system prompt and an example.
-    - ``tools``: the tools in OpenAI format, with other descriptions. Names and types must be the task's.
-    - ``texts``: templates by name. ``{{`` and ``}}`` are braces.
+    - ``tools``: the tools in OpenAI format, with other descriptions. Names and types must not differ.
+    - ``texts``: templates by name. Write ``{{`` and ``}}`` for braces.
 
     Every task has the text ``no_tool_call``, which ``Environment.respond`` returns.
 
@@ -49,10 +49,10 @@ class Wording:
             def reset(self, sample, rng):
                 return self.wording.opening(top=20)
 
-    Raises DefinitionError if the file cannot be read, or has a text or field that the task lacks.
+    Raises DefinitionError if the file cannot be read, or has a text or field that the task does not have.
 
     Args:
-        path: The file. None or "" keeps the task's texts.
+        path: The file. None or "" uses the task's texts.
         texts: The task's own templates by name. In a tuple, the names of more fields that a file can use
             follow the template.
     """
@@ -69,11 +69,11 @@ class Wording:
             self._texts[name] = self._replacement(name, template, {*_fields(template), *more})
 
     def text(self, name: str, /, **fields: Any) -> str:
-        """Return a text, with values for its fields."""
+        """Return a text with values for its fields."""
         return self._texts[name].format(**fields)
 
     def opening(self, /, **fields: Any) -> list[Message]:
-        """Return the opening of an episode: the messages of the file, and the text ``opening``."""
+        """Return the opening of an episode: the messages of the file and the text ``opening``."""
         return [*self._file.messages, Message(role="user", content=self.text("opening", **fields))]
 
     def tools(self, own: tuple[ToolSpec, ...]) -> tuple[ToolSpec, ...]:
@@ -132,7 +132,7 @@ def _read(path: Path) -> _File:
 
 
 def _fields(template: str) -> set[str]:
-    """Return the names of a template's fields. Raises ValueError for anything but text and plain fields."""
+    """Return the names of a template's fields. Raises ValueError unless all fields are plain names."""
     names = set()
     for _, name, form, conversion in Formatter().parse(template):
         if name is None:
@@ -144,7 +144,7 @@ def _fields(template: str) -> set[str]:
 
 
 def _difference(given: dict[str, Any], own: dict[str, Any]) -> str:
-    """Return how the arguments of a tool differ from the task's, except in descriptions; "" if they agree."""
+    """Return how a tool's arguments differ from the task's, ignoring descriptions, or "" if they agree."""
     given, own = _undescribed(given), _undescribed(own)
     arguments, expected = given.get("properties", {}), own.get("properties", {})
     for name in expected:
@@ -160,7 +160,7 @@ def _difference(given: dict[str, Any], own: dict[str, Any]) -> str:
 
 
 def _undescribed(schema: Any) -> Any:
-    """Return a JSON Schema without descriptions, and with sorted lists of required names."""
+    """Return a JSON Schema without descriptions and with sorted lists of required names."""
     if isinstance(schema, list):
         return [_undescribed(item) for item in schema]
     if not isinstance(schema, dict):

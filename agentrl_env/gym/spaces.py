@@ -113,8 +113,8 @@ def action_message(action: Any, call_id: str = "call_0") -> Message:
     """Convert an action to an assistant message.
 
     Accepts an assistant message, a tool call in OpenAI format or as ``{"name", "arguments"}`` (each as
-    a dict or a pydantic object, such as the OpenAI client's), and plain text. Any other dict or object becomes
-    a call without a tool name, which every environment counts as invalid.
+    a dict or a pydantic object, such as the OpenAI client's), and plain text. Any other dict or object
+    becomes a call without a tool name, which every environment counts as invalid.
 
     Raises TypeError for any other type.
     """

@@ -355,7 +355,7 @@ def absolute(path: str, home: str = HOME) -> str:
     Raises OSError if the path is empty, contains a NUL or cannot be encoded.
     """
     if not path or "\0" in path or re.search("[\ud800-\udfff]", path):
-        raise OSError(errno.EINVAL, f"the path {path!r} is not a file path")
+        raise OSError(errno.EINVAL, f"the path {path!r} names no file")
     return posixpath.normpath(posixpath.join(home, path)).replace("//", "/", 1)
 
 

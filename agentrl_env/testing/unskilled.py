@@ -272,7 +272,7 @@ def _constant(value: Any, rollout: Rollout) -> tuple[Any, ...]:
 
 
 def _source(value: Any, rollout: Rollout) -> tuple[Any, ...]:
-    """Return where an argument comes from, if a policy that does not read could take it from there."""
+    """Return the source of an argument, among the sources that a policy without reading can use."""
     text, asked = str(value), instruction(rollout.opening)
     listed = options_in(_last(rollout))
     if text in listed:

@@ -28,8 +28,8 @@ class Endpoint:
     """An OpenAI-compatible endpoint whose model plays users.
 
     Each request is sent only once: the same messages, tools, settings and seed get the same answer again,
-    from the memory of the process or from the ``cache`` folder. Failed requests are repeated as in ``ChatModel``.
-    The object contains no connection and no key, so that it can be copied and stored.
+    from the memory of the process or from the ``cache`` folder. Failed requests are repeated as in
+    ``ChatModel``. The object contains no connection and no key, so that it can be copied and stored.
 
     Attributes:
         url: The base URL, such as ``http://127.0.0.1:8000/v1``.

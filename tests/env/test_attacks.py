@@ -186,7 +186,7 @@ async def test_crafted_state_runs_no_code_and_ends_its_session(tmp_path, state):
         session = await site.client.open("walk")
         await member
         honest = await site.serve(Walk)
-        with pytest.raises(SessionLost, match="another cannot go on: restore of task 'walk' failed"):
+        with pytest.raises(SessionLost, match="another cannot continue it: restore of task 'walk' failed"):
             await session.step(WALK)
         assert honest.pool.open_sessions == 0
         assert (await (await site.client.open("walk")).step(WALK)).seq == 1

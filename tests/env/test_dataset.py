@@ -197,7 +197,7 @@ def test_samples_are_read_from_a_jsonl_file(tmp_path, monkeypatch):
 )
 def test_malformed_line_of_a_jsonl_file_is_named(tmp_path, line, reason):
     (tmp_path / "train.jsonl").write_bytes(b'{"c": 1}\n\n' + line)
-    with pytest.raises(DefinitionError, match=rf"train\.jsonl:3 is no JSON object: {reason}"):
+    with pytest.raises(DefinitionError, match=rf"train\.jsonl:3 is not a JSON object: {reason}"):
         read_jsonl(tmp_path / "train.jsonl")
 
 

@@ -255,7 +255,7 @@ async def test_server_without_a_websocket_raises_protocol_error(answer):
     url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     async with EnvClient.connect(url) as client:
         client.backend._patience = 0.0
-        with pytest.raises(ProtocolError, match="no WebSocket of an environment server"):
+        with pytest.raises(ProtocolError, match="no WebSocket for environments"):
             await client.tasks()
     listener.close()
 

@@ -330,7 +330,7 @@ def test_endpoint_that_died_stops_the_evaluation_after_some_episodes(cli):
     code, _, err = cli(*command, "--retries", 0)
     assert code == 1
     assert "20 episodes of sums failed in a row, the last with: http://127.0.0.1:9/v1" in err
-    assert "the same command goes on" in err
+    assert "the same command to continue" in err
 
 
 def test_conversation_that_outgrows_the_model_is_an_end_and_no_failure(cli):

@@ -142,7 +142,7 @@ def test_server_that_starts_late_is_waited_for_with_a_warning(monkeypatch, caplo
     with ServerProcess(TARGET) as server:
         assert server.running
     assert [record.getMessage() for record in caplog.records] == [
-        "the server has not started after 0 s, and is waited for"
+        "the server has not started after 0 s; still waiting"
     ]
 
 

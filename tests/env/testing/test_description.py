@@ -82,7 +82,7 @@ def test_description_of_an_unknown_parameter_is_named_with_its_line(tmp_path):
     doc = '"""Guess.\n\n    Args:\n        number: A number.\n    """'
     body = f"@tool  # here\ndef guess(self, n: int):\n    {doc}\n    return 'no'\n"
     told = evidence_of(schema, tmp_path, body)
-    assert "The Args: section of guess() describes 'number', which is no parameter (" in told
+    assert "The Args: section of guess() describes 'number', which is not a parameter (" in told
 
 
 def test_task_of_text_alone_has_no_warning_about_tools():
