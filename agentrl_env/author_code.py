@@ -20,10 +20,10 @@ _ADVICE = {
     "no running event loop": "a plain method runs on a thread: make it async def",
     "cannot be called from a running event loop": "await the coroutine instead",
     "is bound to a different event loop": "create it in startup() or in a method, not at import",
-    "can't be used in 'await' expression": "only what an async method returns is awaited",
+    "can't be used in 'await' expression": "await only the results of async methods",
     "exceptions must derive from BaseException": "return what ends the episode or answers the model, as in "
     "return Done(...); only ToolError is raised",
-    "'TaskSample' object ": "what samples() returns is in sample.data, as in sample.data['key']",
+    "'TaskSample' object ": "the data from samples() is in sample.data, as in sample.data['key']",
 }
 """Advice about messages of Python that contain none."""
 

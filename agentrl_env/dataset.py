@@ -221,7 +221,7 @@ class Dataset:
             data: Data to use instead of the dataset's.
 
         Raises:
-            UnknownSample: There is no such split or index.
+            UnknownSample: The split or the index does not exist.
             DefinitionError: The data is not JSON.
         """
         samples = self.split(split)

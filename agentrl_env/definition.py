@@ -89,7 +89,7 @@ def check_class(environment: Any, *, base: type[T]) -> type[T]:
         if not _overrides(environment, has, base):
             has, lacks = lacks, has
         raise DefinitionError(
-            f"{own} has {has}() and no {lacks}(): sessions fork only with both", environment, has
+            f"{own} has {has}() and no {lacks}(): sessions can fork only with both", environment, has
         )
     toolset(environment)  # type: ignore[arg-type]  # mypy: type[object] is not hashable
     return environment
@@ -118,7 +118,7 @@ def check_attribute(environment: type, attribute: str, value: Any, *, base: type
         _check_helper(environment, attribute, value, base)
         if any(is_tool(vars(parent).get(attribute)) for parent in environment.__mro__[1:]):
             raise DefinitionError(
-                f"{what} replaces a tool and is none: put @tool on it; {attribute} = None removes the tool",
+                f"{what} overrides a tool without @tool: add @tool; {attribute} = None removes the tool",
                 value,
             )
     elif not hasattr(value, "__get__"):

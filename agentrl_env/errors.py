@@ -72,7 +72,7 @@ def check_system() -> None:
 
 
 class ToolError(AgentRLError):
-    """Raised by a tool to report a mistake to the model; the text is the tool's answer."""
+    """Raised by a tool to report a mistake to the model. The text is the tool's answer."""
 
 
 class DefinitionError(AgentRLError):

@@ -19,7 +19,7 @@ NUM_CALLS = 256
 """Number of random calls, drawn before the measurement and then repeated."""
 
 STOP_S = 10.0
-"""Grace period for calls at the end of the measurement; slower calls are then cancelled."""
+"""Grace period in seconds at the end of the measurement, after which calls are cancelled."""
 
 
 class LoadResult(BaseModel):

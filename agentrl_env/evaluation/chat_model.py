@@ -135,7 +135,7 @@ class ChatModel:
             ImportError,
             ValueError,
             httpx.InvalidURL,
-        ) as error:  # a SOCKS proxy needs a package of its own
+        ) as error:  # a SOCKS proxy needs an extra package
             raise ModelRefused(f"{url} cannot be asked: {error}") from error
         self._fields = {"model": model, **(body or {})}
         if temperature is not None:

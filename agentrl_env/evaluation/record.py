@@ -140,7 +140,7 @@ def read_run(folder: str | os.PathLike[str]) -> EvaluationRun:
     except OSError as error:
         raise EvaluationError(f"{folder} has no evaluation: {error.strerror or error}") from error
     if run is None:
-        raise EvaluationError(f"{path} is empty: its evaluation was stopped before it began")
+        raise EvaluationError(f"{path} is empty: its evaluation was stopped before it started")
     return run
 
 

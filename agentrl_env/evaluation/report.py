@@ -51,7 +51,7 @@ def report_html(run: EvaluationRun, summary: Summary, *, transcripts: int = TRAN
         _table("Turns", ("", "p50", "p90", "p99", "max"), _latencies(summary)),
         _counts("Ends of episodes", summary.ends),
         _table(
-            "Failures, which are no results",
+            "Failures (not counted as results)",
             ("reason", "episodes", "by their turns"),
             [(reason, f"{n:,}", failed_after(summary, reason)) for reason, n in summary.failures.items()],
         ),
@@ -75,7 +75,7 @@ def percent(estimate: Estimate | None) -> str:
 
 
 def failed_after(summary: Summary, reason: str) -> str:
-    """Return the numbers of failed episodes by their turns, as text."""
+    """Return the number of failed episodes by number of turns, as text."""
     counts = summary.failed_after[reason]
     return ", ".join(
         f"{number:,} of {turns} turn{'' if turns == '1' else 's'}" for turns, number in counts.items()

@@ -105,7 +105,7 @@ def _check_k(trials: int, k: int) -> None:
 def sign_test(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the exact sign test. Zeros are ignored. Only zeros give 1.
 
-    For pairs of single attempts, whose differences are -1, 0 and 1, it is McNemar's exact test.
+    For pairs of single attempts, with differences of -1, 0 and 1, it is McNemar's exact test.
     """
     more = sum(difference > 0 for difference in differences)
     less = sum(difference < 0 for difference in differences)

@@ -185,7 +185,7 @@ def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
     groups, others = _by_sample(first.counted), _by_sample(second.counted)
     both = [index for index in groups if index in others]
     if not both:
-        raise EvaluationError("the evaluations have no sample in common for which both have a result")
+        raise EvaluationError("the evaluations have no common sample with a result in both")
     for index in both:
         if len({episode.seed for episode in (*groups[index], *others[index])}) > 1:
             raise EvaluationError(f"sample {index} was played with different seeds and cannot be compared")

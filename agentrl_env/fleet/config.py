@@ -33,7 +33,7 @@ class ControllerConfig(BaseModel):
     token_env: str = "AGENTRL_TOKEN"
     queue: float = Field(default=30.0, ge=0.0)
     image: str | None = None
-    """The controller's image in Compose and Kubernetes; the first task's image by default."""
+    """The controller's image in Compose and Kubernetes. By default the first task's image."""
     redis: str | None = None
     """URL of the Redis server that several controllers share."""
     resume: bool = False
@@ -43,7 +43,7 @@ class ControllerConfig(BaseModel):
 class TaskConfig(BaseModel):
     """The servers of one task.
 
-    Give ``target``, or ``image`` with ``kind = "docker"``; only that kind has ``limits`` and ``network``.
+    Give ``target``, or ``image`` with ``kind = "docker"``. Only this kind has ``limits`` and ``network``.
     The servers are named after ``name``.
     """
 
@@ -82,7 +82,7 @@ class TaskConfig(BaseModel):
 
     @property
     def image_name(self) -> str:
-        """The image's name; ``agentrl-NAME:latest`` if it is built from a target."""
+        """The image's name, which is ``agentrl-NAME:latest`` if it is built from a target."""
         return self.image or f"agentrl-{self.name}:latest"
 
     def serve_options(self) -> dict[str, Any]:

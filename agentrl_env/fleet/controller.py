@@ -61,14 +61,14 @@ SHUTTING_DOWN = "the controller is shutting down; open sessions at another"
 
 
 class FleetService:
-    """The sessions of all servers that have a link to this controller; a ``Service``.
+    """A ``Service`` with the sessions of all servers that have a link to this controller.
 
     Args:
         store: state that the controllers share. By default this is the only controller.
         lost_after_s: seconds without a heartbeat after which a server's sessions are lost.
         stuck_after_s: as for ``Registry``.
-        queue_s: seconds that an opening waits for a place, at least.
-        adoption_s: seconds that a session of a lost server waits for a place; ``queue_s`` by default.
+        queue_s: minimum number of seconds that an opening waits for a place.
+        adoption_s: seconds that a session of a lost server waits for a place. By default ``queue_s``.
         task_limits: maximum number of sessions of a task in the whole fleet.
         client_limit: maximum number of sessions of one client.
         resume: continue the sessions of a lost server on another one, if their tasks have ``snapshot``
@@ -307,7 +307,7 @@ class FleetService:
                 self._routing.interrupted([session_id])
 
     async def _step_in_turn(self, step: Step) -> bytes:
-        """Play a step in a task of its own, which continues if the caller stops waiting for the result."""
+        """Play a step in a separate task, which continues if the caller stops waiting for the result."""
 
         def end(playing: asyncio.Task[bytes]) -> None:
             self._playing.discard(playing)
@@ -343,7 +343,7 @@ class FleetService:
         return results
 
     async def _step_group(self, steps: Sequence[Step], wait_s: float | None) -> list[bytes | WireError]:
-        """Play steps of sessions on one server. If the server is lost, split the steps anew."""
+        """Play steps of sessions on one server. If the server is lost, split the steps again."""
         items = b",".join(map(_step_json, steps))
         request = b'{"wait_s":%b,"steps":[%b]}' % (to_json(wait_s), items)
         session_ids = {step.session_id for step in steps}

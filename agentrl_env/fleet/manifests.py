@@ -38,7 +38,7 @@ class _Workload:
 def kubernetes(config: FleetConfig) -> str:
     """Return the manifests as YAML documents.
 
-    The servers connect to the controller and need no Service; the network policy allows them to reach only
+    The servers connect to the controller and need no Service. The network policy allows them to reach only
     the controller and DNS. The secret ``NAME-token`` has three keys: ``token`` is the operator's token for
     the controller, ``link`` is the output of ``agentrl-env controller --print-link-token`` for the servers,
     and ``agents`` is the optional key of agent tokens.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 ANSWER_S = 2.0
-"""Seconds that Redis may take to answer."""
+"""Maximum seconds to wait for an answer from Redis."""
 SERVER_S = 24 * 3600
 """Seconds for which the records that a server exists, and that it is lost, are kept."""
 _UNCLAIM = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
@@ -34,7 +34,7 @@ class RedisStore:
     refused, and no server is declared lost.
 
     Args:
-        url: such as ``redis://127.0.0.1:6379/0``.
+        url: URL of the server, such as ``redis://127.0.0.1:6379/0``.
         fleet: name that separates fleets in one Redis.
 
     Raises ServeError if the extra ``[redis]`` is not installed.
@@ -162,5 +162,5 @@ class RedisStore:
             if self._closed:  # a call in progress might have connected again
                 await self._redis.aclose()
             if task and task.cancelling() > cancellations:
-                # redis-py uses wait_for, which in Python 3.11 can lose a cancellation.
+                # redis-py uses wait_for, which can lose a cancellation in Python 3.11.
                 raise asyncio.CancelledError

@@ -237,8 +237,8 @@ class Registry:
         with suppress(StateUnavailable):  # the periodic check records it later
             await self._report_lost(server_id)
         if server is not None:
-            fate = "others continue its" if self.routing.survives else "so are its"
-            words = "server %s is lost, %s %d sessions: %s"
+            fate = "and other servers continue its" if self.routing.survives else "and so are its"
+            words = "server %s is lost %s %d sessions: %s"
             logger.warning(words, server_id, fate, len(server.sessions), reason)
             self._show_lost(server, reason)
             self._remove(server_id, LOST)
@@ -366,7 +366,7 @@ class Registry:
 
     @property
     def _startup_s(self) -> float:
-        """Return the seconds left in which servers are expected to connect after the start."""
+        """The seconds left in which servers are expected to connect after the start."""
         return self._started + self._lost_after_s - self._clock()
 
     async def _wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -425,7 +425,7 @@ class Registry:
 
 
 class Routing:
-    """Finds the server of each session: the one that opened it, named in the session's id.
+    """Finds the server of each session by the server id in the session's id.
 
     Args:
         registry: the servers.
@@ -471,7 +471,7 @@ class Routing:
 
     @asynccontextmanager
     async def turn(self, session_id: str) -> AsyncIterator[RemoteServer | None]:
-        """Wait until a session can make a call, and yield its server if it has changed meanwhile."""
+        """Wait until a session can make a call. Yield its server if the server has changed while waiting."""
         yield None
 
     async def aclose(self) -> None:

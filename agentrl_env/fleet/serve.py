@@ -168,7 +168,7 @@ class WorkerServer:
     The processes connect to a controller in this process with a token that allows nothing else.
 
     Args:
-        targets: as on the command line.
+        targets: targets to serve, as on the command line.
         workers: number of processes.
         arguments: further options of ``agentrl-env serve`` for each process.
         drain_s: seconds that open sessions get to end when the server stops.
@@ -268,7 +268,7 @@ def serve_with_workers(targets: Sequence[str], **options: Any) -> None:
     """Serve tasks with several processes. The first SIGINT or SIGTERM drains the server, a second stops it.
 
     Args:
-        targets: as on the command line.
+        targets: targets to serve, as on the command line.
         options: options of ``WorkerServer``.
     """
     run_until_stopped(WorkerServer(targets, **options), print_now)

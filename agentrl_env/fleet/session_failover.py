@@ -433,7 +433,7 @@ class Failover(Routing):
             self._placement.release(group, server)
         stored = await self.records.find(session_id)
         if stored is None or stored.holder != server.server_id or stored.last.state is None:
-            await self._disown(session_id, server.server_id)  # it was closed meanwhile
+            await self._disown(session_id, server.server_id)  # it was closed while it moved
             return None
         self._confirmed.add(f"{session_id} {server.server_id}")
         logger.info("session %s continues on server %s", session_id, server.server_id)

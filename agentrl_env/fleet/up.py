@@ -37,7 +37,7 @@ class LocalFleet:
     servers that end. No server outlives this process.
 
     Args:
-        config: what to run.
+        config: configuration of the fleet.
         report: called with one line per event.
         token: operator token. By default it is read from the configured variable.
         tls: encrypts the connections of callers.

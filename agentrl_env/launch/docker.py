@@ -234,7 +234,7 @@ class DockerServer(ServerHandle):
                 routes = [(f"unix:{inner}/{name}", host) for name, host in zip(names, hosts, strict=True)]
                 dialled = [f"unix:{_INSIDE}/{name}" for name in names]
             else:
-                inner.chmod(0o777)  # for the server's socket; the outer folder is private
+                inner.chmod(0o777)  # for the server's socket, inside a private folder
                 routes = [("127.0.0.1:0", f"unix:{inner}/{_SOCKET}")]
                 host = f"unix:{_INSIDE}/{_SOCKET}"
         elif not dialled:

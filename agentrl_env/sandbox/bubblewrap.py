@@ -69,10 +69,10 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py").read_bytes()
 
 
 class BubblewrapSandbox(Sandbox):
-    """A sandbox of Linux namespaces; see ``Sandbox``.
+    """A ``Sandbox`` made of Linux namespaces.
 
-    ``image`` is a folder that becomes the root file system; by default the host's ``/usr`` is visible.
-    Raises SandboxFailed if the sandbox does not start; the message contains the error output. Without cgroups
+    ``image`` is a folder that becomes the root file system. By default the host's ``/usr`` is visible.
+    Raises SandboxFailed, with the error output in the message, if the sandbox does not start. Without cgroups
     it starts only with ``limits.best_effort``.
     """
 
@@ -110,11 +110,11 @@ class BubblewrapSandbox(Sandbox):
         self._operate({"op": "write", "path": absolute(path)}, as_bytes(data), 0)
 
     def write_all(self, files: Mapping[str, str | bytes]) -> None:
-        """Write many files; see ``Sandbox.write_all``."""
+        """Write many files. See ``Sandbox.write_all``."""
         self._operate({"op": "restore", "layers": {"": "/"}}, tar_archive(files), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
-        """Return a file's content; see ``Sandbox.read``."""
+        """Return a file's content. See ``Sandbox.read``."""
         return self._operate({"op": "read", "path": absolute(path), "limit": limit}, b"", limit)
 
     def snapshot(self) -> bytes:
@@ -207,7 +207,7 @@ class BubblewrapSandbox(Sandbox):
     def _exchange(
         self, request: dict[str, Any], stdin: bytes, out: Stream, err: Stream, timeout: float
     ) -> tuple[KilledBy | None, dict[str, Any]]:
-        """Send a request and return its answer; the answer is empty if the sandbox has died."""
+        """Send a request and return its answer, which is empty if the sandbox has died."""
         self._check_open()
         request["rlimits"] = self._rlimits()
         if not self._group:

@@ -135,7 +135,7 @@ class DockerSandbox(Sandbox):
             return self._state() is not None
 
     def write(self, path: str, data: str | bytes) -> None:
-        """Write a file; see ``Sandbox.write``."""
+        """Write a file. See ``Sandbox.write``."""
         path = absolute(path, self._home)
         self._file(["/bin/sh", "-c", _WRITE, "sh", path], path, as_bytes(data), 0)
 
@@ -144,7 +144,7 @@ class DockerSandbox(Sandbox):
         self._file(["tar", "-xf", "-", "-C", "/"], self._home, tar_archive(files, self._home), 0)
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
-        """Return a file's content; see ``Sandbox.read``."""
+        """Return a file's content. See ``Sandbox.read``."""
         path = absolute(path, self._home)
         return self._file(["/bin/sh", "-c", _READ, "sh", path, str(limit)], path, b"", limit)
 

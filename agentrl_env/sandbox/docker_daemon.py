@@ -47,7 +47,7 @@ def connect(timeout: float = 60.0) -> Any:
 
 
 def remove_orphans(client: Any) -> list[str]:
-    """Remove containers, and images copied from them, whose owners have ended. Return the containers' names.
+    """Remove containers, and images made of them, whose owners have ended. Return the containers' names.
 
     Containers of another machine or boot are removed only if they have stopped. Raises LaunchError.
     """

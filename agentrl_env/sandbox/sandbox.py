@@ -344,7 +344,7 @@ class Sandbox(ABC):
 
 
 def argument_list(command: Command, shell: str) -> list[str]:
-    """Return a command's arguments. A text is run by the shell. Lone surrogates become question marks."""
+    """Return a command's arguments. The shell runs a text. Lone surrogates become question marks."""
     listed = [shell, "-c", command] if isinstance(command, str) else list(command)
     return [word.encode("utf-8", "replace").decode() for word in listed]
 

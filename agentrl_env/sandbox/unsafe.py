@@ -49,14 +49,14 @@ class UnsafeSandbox(Sandbox):
         self._finish = weakref.finalize(self, _end, os.getpid(), self._folder, self._running)
 
     def write(self, path: str, data: str | bytes) -> None:
-        """Write a file; see ``Sandbox.write``."""
+        """Write a file. See ``Sandbox.write``."""
         with self._lock:
             file = self._inside(path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(as_bytes(data))
 
     def read(self, path: str, limit: int = MAX_FILE) -> bytes:
-        """Return a file's content; see ``Sandbox.read``."""
+        """Return a file's content. See ``Sandbox.read``."""
         with self._lock:
             file = self._inside(path)
             if file.exists() and not file.is_file():

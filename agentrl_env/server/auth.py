@@ -137,7 +137,7 @@ class TokenStore(Protocol):
         """Store the id of a session's only valid token until a Unix time. Raises StateUnavailable."""
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
-        """Return the token id and end of each revocation in force at a Unix time. Raises StateUnavailable."""
+        """Return token id and end of each revocation in force at a Unix time. Raises StateUnavailable."""
 
 
 class AgentTokens:
@@ -160,7 +160,7 @@ class AgentTokens:
     ) -> None:
         given = os.environ.get(AGENT_KEY)
         if given and is_weak(given):
-            raise ServeError(f"{AGENT_KEY} is too easy to guess; make it like a token: {NEW_TOKEN}")
+            raise ServeError(f"{AGENT_KEY} is too easy to guess; generate one with: {NEW_TOKEN}")
         self.now = clock
         self._token = token
         self._lifetime_s = lifetime_s

@@ -57,7 +57,7 @@ class Checkpoint(Struct, frozen=True):
     """A session between two steps. Its seals are MACs that only holders of the link token can make.
 
     A controller stores it and passes it on unchanged. ``{"checkpoint": {...}}`` is the frame that a server
-    sends; the call ``adopt`` has the same fields.
+    sends. The call ``adopt`` has the same fields.
     """
 
     session_id: str

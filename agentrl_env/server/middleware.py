@@ -249,7 +249,7 @@ class AccessMiddleware:
     async def _traced(
         self, tracing: Tracing, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Serve under a span whose parent is in the request's ``traceparent``."""
+        """Serve a request in a child of the span in its ``traceparent`` header."""
         tracing.activate()
         if scope["type"] == "websocket":  # each of its calls has its own span
             await self._app(scope, receive, send)

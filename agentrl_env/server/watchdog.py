@@ -99,7 +99,7 @@ class Watchdog:
             )
         except OSError as error:
             os.close(self._beats)
-            logger.warning("no watchdog: a stuck server is neither noticed nor killed (%s)", error)
+            logger.warning("no watchdog: a stuck server is not detected and not killed (%s)", error)
         finally:
             os.close(reading)
 

@@ -143,7 +143,7 @@ class Executor:
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error
-            except (GeneratorExit, KeyboardInterrupt) as error:  # by the author or the ending loop
+            except (GeneratorExit, KeyboardInterrupt) as error:  # from the author or at loop end
                 return None, RuntimeError(f"{type(error).__name__} was raised")
 
         task = self._awaitable = asyncio.ensure_future(run())

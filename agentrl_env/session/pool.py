@@ -72,7 +72,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class SessionPool:
-    """Opens and steps sessions of some tasks in this process; a ``Service``.
+    """A ``Service`` that opens and steps sessions of some tasks in this process.
 
     Args:
         environments: the tasks.

@@ -109,7 +109,7 @@ class _Encoder:
     def encode(self, value: Any, path: tuple[_Step, ...] = (), holder: Any = None) -> Any:
         """Encode a value, or the list of the contents of ``holder``. Raises StateError.
 
-        ``path`` has the values that contain it.
+        ``path`` lists the values that contain it.
         """
         if _is_json(value):
             return value

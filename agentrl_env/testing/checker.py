@@ -28,7 +28,7 @@ from agentrl_env.wire import choose_task
 
 Check = Callable[[CheckContext], Awaitable[CheckOutcome]]
 DEADLINE = 60.0
-"""Seconds a check may take."""
+"""Default deadline of a check in seconds."""
 GRACE = 1.0
 """Extra seconds in which a check can report its own timeout."""
 logger = logging.getLogger("agentrl_env")
@@ -44,7 +44,7 @@ def check_environment(environment: type[Environment] | str, *, deadline: float =
 
     Args:
         environment: The class, or a target such as the task's folder.
-        deadline: Seconds each check may take.
+        deadline: Seconds that each check may take.
 
     Returns:
         The report, which has no failures.
@@ -72,7 +72,7 @@ def run_checks(
     Args:
         connect: Returns the client, for example ``Guess.local`` or a call of ``EnvClient.connect``.
         task: Name of the task. By default all tasks are checked.
-        deadline: Seconds each check may take.
+        deadline: Seconds that each check may take.
         checks: The checks to run, in order.
         on_result: Called with the task's name and each result, as soon as it is known.
 

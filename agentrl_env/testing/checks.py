@@ -116,7 +116,7 @@ async def close(context: CheckContext) -> CheckOutcome:
         context.doing = "close() of a session"
         await twin.close()
     if raised := context.failures["close"]:
-        return failed(f"close() raised {raised[0]}; what it should release may be held.")
+        return failed(f"close() raised {raised[0]}; its resources might not be released.")
     try:
         await session.step(INVALID_TURN)
     except WireError as error:
@@ -423,7 +423,7 @@ async def oracle(context: CheckContext) -> CheckOutcome:
         )
     if wins < RELIABLE_SUCCESS * len(played):
         lost = ", ".join(rollout.name for rollout in played if not rollout.success)
-        return warned(f"{rate}; unless it errs on purpose, these may have no solution: {shorten(lost)}.")
+        return warned(f"{rate}; unless it errs on purpose, these might have no solution: {shorten(lost)}.")
     return passed(f"{rate}.")
 
 
@@ -468,9 +468,9 @@ async def event_loop(context: CheckContext) -> CheckOutcome:
 async def shutdown(context: CheckContext) -> CheckOutcome:
     """Are the resources of a process released at its end, without an error?"""
     if context.environment is None:
-        return skipped("Not visible from outside: a server logs a warning where shutdown() raises.")
+        return skipped("Not visible from outside: a server logs a warning if shutdown() raises.")
     if raised := context.failures["shutdown"]:
-        return failed(f"shutdown() raised {raised[0]}; what startup() opened may be held.")
+        return failed(f"shutdown() raised {raised[0]}; the resources of startup() might not be released.")
     if not context.environment.overrides("shutdown"):
         return passed("The task has no shutdown().")
     if context.not_closed:

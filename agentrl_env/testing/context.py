@@ -321,9 +321,8 @@ class CheckContext:
                     return None
                 if describe(one) != describe(other):
                     moves = f"{describe(one)}, then {describe(other)}"
-                    differs.append(
-                        f"{rollout.name}, turn {len(rollout.turns) + 1}: asked twice, it says {moves}"
-                    )
+                    turn = f"{rollout.name}, turn {len(rollout.turns) + 1}"
+                    differs.append(f"{turn}: two calls of expert() gave {moves}")
                     return None
                 return one if then is expert_policy else await then(session, rollout)
 

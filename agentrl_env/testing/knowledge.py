@@ -24,7 +24,7 @@ from agentrl_env.types import Message, ToolSpec
 
 EPISODES = 8
 ADVICE = (
-    "A policy cannot imitate that. Let the expert look before it acts, or take its success as a bound only."
+    "A policy cannot imitate that. Let the expert look before it acts, or use its success only as a bound."
 )
 _WORD = re.compile(r"[^\W_]{4,}")
 """Words and numbers that are too long to be guessed."""
@@ -57,9 +57,9 @@ async def knowledge(context: CheckContext) -> CheckOutcome:
     common = Counter(word for words in seen for word in words)
     for (rollout, words), shown in zip(unsaid, seen, strict=True):
         if telling := sorted(word for word in words & shown if 2 * common[word] <= len(seen)):
-            evidence = f"{rollout.name}: the expert's calls have {telling[0]!r} before a message has said it."
+            evidence = f"{rollout.name}: the expert's calls contain {telling[0]!r} before any message does."
             return warned(f"{evidence} {ADVICE}")
-    return passed(f"{len(unsaid)} episodes: equal messages had equal moves, and no call had a hidden word.")
+    return passed(f"{len(unsaid)} episodes: equal messages gave equal moves, and no call had a hidden word.")
 
 
 def _attentive_expert(context: CheckContext) -> Policy:

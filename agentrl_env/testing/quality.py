@@ -48,7 +48,7 @@ EASY = 0.2
 WAIT_S = 60.0
 """Seconds to wait for a place on a full server."""
 START_S = 300.0
-"""Seconds that a task or its server may take to start."""
+"""Maximum seconds for a task or its server to start."""
 CUT_OFF = 2
 """Episodes that have not ended after this many times the deadline of a policy are cut off."""
 
@@ -234,12 +234,12 @@ def _of_split(split: SplitQuality) -> Iterator[str]:
     if expert and expert.success is not None and expert.success < 1.0:
         yield f"the expert solves only {expert.success:.0%}"
     if split.distinct is not None and split.distinct < split.played:
-        yield f"only {split.distinct} of {split.played} samples differ, by data and what the expert meets"
+        yield f"only {split.distinct} of {split.played} samples differ, in data or expert episodes"
     for policy, own in split.policies.items():
         if own.failed:
             yield f"{own.failed} of {own.episodes} episodes of {policy} failed: {own.failure}"
     if split.groups and split.groups.signal == 0.0:
-        yield "no group of the model has rewards that differ, so that it learns nothing"
+        yield "the rewards within each group of the model are equal, so it learns nothing"
 
 
 def time_limit(deadline: float, splits: Iterable[int]) -> float:

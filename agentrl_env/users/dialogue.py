@@ -230,7 +230,7 @@ class Dialogue:
         return [line.text for line in self.lines if line.speaker == "assistant"]
 
     def metrics(self) -> dict[str, float]:
-        """Return totals of the dialogue for ``score``. A model's totals follow its first request."""
+        """Return totals of the dialogue for ``score``, including those of a model that made a request."""
         own = [line for line in self.lines if line.speaker == "user"]
         totals = {"user_messages": float(len(own)), "user_calls": float(sum(len(o.calls) for o in own))}
         if requests := sum(line.requests for line in own):

@@ -240,11 +240,11 @@ HOOKS = {
     ),
     "snapshot without restore": (
         "def snapshot(self):  # here\n    return vars(self)\n",
-        "Guess has snapshot() and no restore(): sessions fork only with both",
+        "Guess has snapshot() and no restore(): sessions can fork only with both",
     ),
     "restore without snapshot": (
         "def restore(self, state): ...  # here\n",
-        "Guess has restore() and no snapshot(): sessions fork only with both",
+        "Guess has restore() and no snapshot(): sessions can fork only with both",
     ),
     "close that is no method": (
         "close = None  # here\n",
@@ -430,7 +430,7 @@ def test_misspelt_class_in_the_target_is_named(tmp_path):
 def test_tool_that_is_overridden_without_its_mark_is_refused(tmp_path):
     source = task("") + "class Hard(Guess):\n    def guess(self, n: int):  # here\n        return 'no'\n"
     text = load_error(tmp_path, source)
-    check_sentence(text, "Hard.guess replaces a tool and is none: put @tool on it; guess = None", source)
+    check_sentence(text, "Hard.guess overrides a tool without @tool: add @tool; guess = None", source)
 
 
 def test_tool_is_removed_by_none(tmp_path):

@@ -85,11 +85,11 @@ RESET = {
     ),
     "a dict instead of the sample": (
         "def reset(self, sample, rng):\n    return sample['word']  # here\n",
-        "TypeError: 'TaskSample' object is not subscriptable; what samples() returns is in sample.data",
+        "TypeError: 'TaskSample' object is not subscriptable; the data from samples() is in sample.data",
     ),
     "a field of the sample": (
         "def reset(self, sample, rng):\n    return sample.word  # here\n",
-        "'TaskSample' object has no attribute 'word'; what samples() returns is in sample.data",
+        "'TaskSample' object has no attribute 'word'; the data from samples() is in sample.data",
     ),
     "the module instead of the generator": (
         "def reset(self, sample, rng):\n    return rng.randint(3)  # here\n",
@@ -190,7 +190,7 @@ TOOLS = {
     ),
     "an await too many": (
         "def look(self): return ''\n@tool\nasync def guess(self):\n    return await self.look()  # here\n",
-        "can't be used in 'await' expression; only what an async method returns is awaited",
+        "can't be used in 'await' expression; await only the results of async methods",
     ),
     "an error in a task group": (
         "async def look(self):\n    return {}['missing']  # here\n"

@@ -93,7 +93,7 @@ class Tracing:
     def _span(
         self, name: str, carrier: Mapping[str, str] | None, attributes: Mapping[str, str]
     ) -> Iterator[Any]:
-        """Run a span and record an exception without its text, which might quote an agent."""
+        """Return a span's context. Exceptions are recorded without texts, which might quote an agent."""
         options: dict[str, Any] = {"record_exception": False, "set_status_on_exception": False}
         options["context"] = None if carrier is None else self._extract(carrier)
         with self._tracer.start_as_current_span(name, attributes=attributes, **options) as span:

@@ -244,7 +244,7 @@ def test_samples_that_are_one_problem_are_found():
         def samples(cls, split):
             return [{"a": n % 3, "b": 5} for n in range(100)]
 
-    assert "train: only 3 of 12 samples differ, by data and what the expert meets" in quality_of(Few).findings
+    assert "train: only 3 of 12 samples differ, in data or expert episodes" in quality_of(Few).findings
 
 
 def test_expert_that_fails_and_episodes_that_break_are_counted_apart():
