@@ -249,7 +249,7 @@ class ServerProcess(ServerHandle):
         return self._process is not None and place == place_of(self._process.pid)
 
     def blocking_sessions(self) -> list[str]:
-        """Return, only once, the sessions that might have got the server stuck before its watchdog killed it."""
+        """Return, only once, the sessions that might have got a server stuck that its watchdog killed."""
         if self._socket is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 sessions = json.loads(self._socket.recv(_VERDICT_BYTES))
