@@ -1,1 +1,1 @@
-"""Bridges: tasks served in other protocols, and environments of other protocols as tasks."""
+"""Bridges: serve tasks in other protocols, and use environments of other protocols as tasks."""

@@ -1,4 +1,4 @@
-"""One session, played by a connection of another protocol through the calls of the wire."""
+"""One session that a connection of another protocol plays through the calls of the wire."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ RESPOND = ToolSpec(
         },
     )
 )
-"""Tool that stands for an assistant message without a tool call, which other protocols do not have."""
+"""Tool that represents an assistant message without a tool call, which other protocols lack."""
 
 
 async def own_session(api: Api) -> SessionInfo | None:
-    """Return the session that the caller's agent token permits; None for the operator. Raises WireError."""
+    """Return the session of the caller's agent token, or None for the operator. Raises WireError."""
     who = caller.get()
     if who.session_id is None:
         return None
@@ -62,7 +62,7 @@ async def own_session(api: Api) -> SessionInfo | None:
 
 
 async def task_info(api: Api, task: str) -> TaskInfo:
-    """Return the description of a task. Raises UnknownTask; Forbidden for an agent of another task."""
+    """Return the description of a task. Raises UnknownTask, or Forbidden for an agent of another task."""
     own = await own_session(api)
     if own is None:
         served = read(TaskList, await api.answer(TASKS, EMPTY, caller.get()))
@@ -79,7 +79,7 @@ async def task_info(api: Api, task: str) -> TaskInfo:
 
 
 def offered_tools(task: TaskInfo, tools: tuple[ToolSpec, ...]) -> tuple[ToolSpec, ...]:
-    """Return the tools of a session, with ``respond`` where the task answers messages without a call."""
+    """Return the tools of a session, including ``respond`` if the task answers messages without a call."""
     named = {tool.function.name for tool in tools}
     missing = "respond" in task.capabilities and RESPOND.function.name not in named
     return (*tools, RESPOND) if missing else tools
@@ -91,7 +91,7 @@ class Episode:
     Args:
         api: answers the calls, as the caller of the running task.
         info: the session.
-        tools: what the connection offers as tools.
+        tools: the tools that the connection offers.
     """
 
     def __init__(self, api: Api, info: SessionInfo, tools: tuple[ToolSpec, ...]) -> None:
@@ -99,14 +99,14 @@ class Episode:
         self.tools = tools
         self.status = info.status
         self.turn: int | None = info.turn
-        """Number of steps taken; None where the answer of the last one was lost."""
+        """Number of steps taken. None if the last answer was lost."""
         self._api = api
         self._calls = 0
         self._playing = asyncio.Lock()
 
     @classmethod
     async def open(cls, api: Api, task: str, choice: Mapping[str, Any]) -> Episode:
-        """Open a session; with an agent token, go on with the session that it permits.
+        """Open a session. With an agent token, continue the session of the token.
 
         Args:
             api: answers the calls.
@@ -133,7 +133,7 @@ class Episode:
         return self.info.session_id
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> StepResult:
-        """Call one tool as a turn of its own. Raises WireError."""
+        """Call one tool as a separate turn. Raises WireError."""
         if name == RESPOND.function.name and RESPOND in self.tools:
             return await self.step(Message.assistant(str(arguments.get("text", ""))))
         self._calls += 1
@@ -143,8 +143,8 @@ class Episode:
     async def step(self, message: Message) -> StepResult:
         """Play one assistant message.
 
-        Raises WireError; EnvironmentFailed where the environment failed in the step, whose reward is
-        meaningless.
+        Raises WireError. It is EnvironmentFailed if the environment failed in the step, since the reward is
+        then meaningless.
         """
         async with self._playing:
             if self.turn is None:
@@ -165,7 +165,7 @@ class Episode:
         return result
 
     async def close(self) -> None:
-        """End the session; idempotent. Where that is refused, it ends with its lease."""
+        """End the session. Idempotent. If the call is refused, the session ends with its lease."""
         with suppress(WireError):
             await self._api.answer(CLOSE, SessionRequest(session_id=self.session_id), caller.get())
 

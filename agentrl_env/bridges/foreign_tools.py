@@ -22,9 +22,9 @@ class ForeignTool:
     """A tool as a server describes it.
 
     Args:
-        name: name at the server, of any characters.
-        description: what the model reads of it.
-        schema: JSON Schema of its arguments. Servers send anything here.
+        name: name at the server, which can contain any characters.
+        description: the description that the model reads.
+        schema: JSON Schema of the arguments. Servers can send anything here.
     """
 
     name: str
@@ -37,12 +37,12 @@ def tools_of(
 ) -> dict[str, Callable[..., Any]]:
     """Return the tools of a server as methods of an Environment, attribute -> method.
 
-    A tool that cannot be served is omitted, with a warning that has the reason. Characters that models do
+    A tool that cannot be served is omitted, and the reason is logged as a warning. Characters that models do
     not accept in a name become ``_``.
 
     Args:
-        server: its name in warnings.
-        listed: its tools.
+        server: name of the server in warnings.
+        listed: tools of the server.
         play: ``await play(environment, name, arguments)`` answers a call.
 
     Raises TargetError if no tool can be served.
@@ -81,7 +81,7 @@ async def _play(play: Callable[..., Any], name: str, environment: Any, arguments
 
 
 def _free_name(name: str, shown: set[str]) -> str:
-    """Return a name that models accept and no other tool has. Raises SchemaProblem."""
+    """Return an unused name that models accept. Raises SchemaProblem."""
     cleaned = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:MAX_NAME]
     if not cleaned:
         raise SchemaProblem("it has no name")

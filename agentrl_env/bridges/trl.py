@@ -7,8 +7,8 @@ Example::
         model, environment_factory=factory, train_dataset=Dataset.from_list(factory.rows(1000))
     )
 
-TRL makes one object for each rollout of a batch, calls ``reset`` with the row of the data set, offers the
-public methods as tools, and takes the reward from ``get_reward``.
+TRL creates one object for each rollout of a batch, calls ``reset`` with the row of the data set, offers the
+public methods as tools, and reads the reward with ``get_reward``.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def trl_environment(
 
     Args:
         url: address of a server. Give either this, ``client`` or ``target``.
-        task: name of the task; optional if there is only one.
+        task: name of the task. Optional if there is only one.
         client: a callable that returns an EnvClient, such as ``Guess.local``.
         token: the server's token.
         target: a folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``.
-        split: of the problems whose row has no column ``split``.
+        split: split of problems whose row has no column ``split``.
         wait: seconds that an opening waits for a place on a full server.
 
-    Raises DefinitionError where a tool cannot be a method. Raises UnknownTask, ServerUnreachable.
+    Raises UnknownTask, ServerUnreachable, or DefinitionError if a tool cannot be a method.
     """
     tasks = TaskClient(url, task, client=client, token=token, target=target)
     info = tasks.run(tasks.info())
@@ -75,13 +75,13 @@ def trl_environment(
 
 
 class TrlEpisode:
-    """The episodes of one rollout slot, one after another; subclasses have the task's tools as methods."""
+    """The episodes of one rollout slot, one after another. Subclasses have the task's tools as methods."""
 
     _tasks: TaskClient
     _split: str
     _wait: float
     _talks: bool
-    """True if ``respond`` stands for messages without a tool call."""
+    """True if ``respond`` represents messages without a tool call."""
 
     def __init__(self) -> None:
         self._session: ClientSession | None = None
@@ -100,7 +100,7 @@ class TrlEpisode:
 
     @classmethod
     def close(cls) -> None:
-        """Disconnect; a later ``reset`` connects again. Idempotent."""
+        """Disconnect. A later ``reset`` connects again. Idempotent."""
 
         async def nothing() -> None:
             return None
@@ -108,14 +108,14 @@ class TrlEpisode:
         cls._tasks.close(nothing)
 
     def reset(self, **row: Any) -> str:
-        """Begin an episode; return the opening messages as text.
+        """Start an episode and return the opening messages as text.
 
         Args:
-            row: of the data set. Its columns ``split``, ``index``, ``seed`` and ``sample`` choose the
+            row: row of the data set. Its columns ``split``, ``index``, ``seed`` and ``sample`` choose the
                 problem.
 
-        Raises InvalidRequest where no column chooses the problem: the rollouts of a group would get
-        different ones.
+        Raises InvalidRequest if no column chooses the problem, because the rollouts of a group would get
+        different problems.
         """
         choice = {name: row[name] for name in CHOICE if row.get(name) is not None}
         if not choice.keys() & {"index", "seed", "sample"}:
@@ -125,15 +125,15 @@ class TrlEpisode:
         return "\n\n".join(message_text(message) for message in self._session.messages)
 
     def get_reward(self) -> float | None:
-        """Return the sum of the rewards, and end the episode; None where the environment failed.
+        """End the episode and return the sum of the rewards, or None if the environment failed.
 
-        TRL leaves a rollout without a reward out of its group's baseline and gradient.
+        TRL excludes a rollout without a reward from its group's baseline and gradient.
         """
         self._tasks.run(self._end())
         return None if self._failed else self._reward
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Play one turn; return its messages as text. Raises AgentRLError."""
+        """Play one turn and return its messages as text. Raises AgentRLError."""
         if self._session is None or self._session.status.final:
             raise SessionEnded("the episode has ended")
         self._calls += 1
@@ -196,14 +196,14 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
 
 
 def _description(key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return the description of an argument, and the schemas of its objects, which Python types lack."""
+    """Return the description of an argument with the schemas of its objects, which Python types lack."""
     about = " ".join(str(schema.get("description", key)).split())
     objects = [json.dumps(part) for part in _objects(schema, root, frozenset())]
     return " ".join([about, *(f"JSON Schema of the object: {text}." for text in dict.fromkeys(objects))])
 
 
 def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects with properties in the schema of an argument, those in lists and unions included."""
+    """Yield the objects with properties in the schema of an argument, including those in lists and unions."""
     schema, within = _followed(schema, root, within)
     if "properties" in schema:
         yield {key: _resolved(value, root, within) for key, value in schema.items() if key != "description"}
@@ -214,7 +214,7 @@ def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> It
 
 
 def _resolved(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Any:
-    """Return a part of a schema with its references replaced, except those that lead back to it."""
+    """Return a part of a schema with its references replaced, except references that lead back to it."""
     if isinstance(schema, list):
         return [_resolved(part, root, within) for part in schema]
     if not isinstance(schema, Mapping):
@@ -233,7 +233,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
     Args:
         schema: a part of ``root``.
         root: the schema in which references are resolved.
-        within: references that the part is in; a repeated reference becomes ``Any``.
+        within: references that contain the part. A repeated reference becomes ``Any``.
     """
     schema, within = _followed(schema, root, within)
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -253,7 +253,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
 def _followed(
     schema: Any, root: Mapping[str, Any], within: frozenset[str]
 ) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Return a schema with its own reference replaced, and ``within`` with the reference."""
+    """Return a schema with its top-level reference replaced, and ``within`` with this reference added."""
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
         found: Any = root if reference == "#" or reference.startswith("#/") else None
         for part in reference.split("/")[1:]:

@@ -68,7 +68,7 @@ def new(
         for source, file in (
             ("environment.py", "environment.py"),
             ("README.md", "README.md"),
-            ("test_environment.py", f"test_{task}.py"),  # pytest wants no two test files of one name
+            ("test_environment.py", f"test_{task}.py"),  # pytest does not allow two test files with one name
         ):
             template = files(__package__).joinpath("template", f"{source}.template")
             text = Template(template.read_text(encoding="utf-8")).substitute(values)
@@ -80,7 +80,7 @@ def new(
 
 
 def list_() -> None:
-    """List the tasks of installed packages, which every command takes by name."""
+    """List the tasks of installed packages. Every command accepts their names."""
     from agentrl_env.launch.installed import GROUP, installed_tasks
 
     tasks = installed_tasks()
@@ -135,7 +135,7 @@ def build(
         str | None, typer.Option(help="The network of the build steps, as for docker build.")
     ] = None,
 ) -> None:
-    """Build an image that serves a task on port 8000, and print its name last."""
+    """Build an image that serves a task on port 8000. The last printed line is its name."""
     from agentrl_env.launch.image import build_image
 
     image = build_image(
@@ -169,7 +169,7 @@ def export(
     extra: Extra = None,
     wheelhouse: Wheelhouse = None,
 ) -> None:
-    """Write samples of tasks as Harbor task folders, and print their names."""
+    """Write samples of tasks as Harbor task folders and print their names."""
     from agentrl_env.bridges.harbor.export import export as write
 
     for target in targets:
@@ -179,11 +179,11 @@ def export(
 
 
 def _expert_lines() -> Callable[[str], str | None]:
-    """Return a source of lines that let the expert make each move, until a prompt repeats."""
+    """Return a source of lines that let the expert make every move, until a prompt repeats."""
     asked: set[str] = set()
 
     def line(prompt: str) -> str | None:
-        if prompt in asked:  # the move failed: there is no expert
+        if prompt in asked:  # the move failed, so there is no expert
             return None
         asked.add(prompt)
         print(f"{prompt}/do")
@@ -193,7 +193,7 @@ def _expert_lines() -> Callable[[str], str | None]:
 
 
 def _read_line(prompt: str) -> str | None:
-    """Read one line from the terminal, or from a pipe, whose lines are echoed."""
+    """Read one line from the terminal or a pipe. Lines from a pipe are echoed."""
     try:
         line = input(prompt)
     except EOFError:

@@ -1,4 +1,4 @@
-"""The command ``check``: the contract of environments, and with ``--quality`` what they are worth."""
+"""The command ``check``: the contract of environments and, with ``--quality``, their quality."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CheckSettings:
 def check(context: typer.Context, settings: CheckSettings) -> None:
     """Check that environments meet the contract; the exit code is 1 if a check fails.
 
-    With --quality it is 1 if a task cannot be measured: what the figures are worth is yours to judge.
+    With --quality it is 1 if a task cannot be measured, whatever the figures are.
     """
     with uncollected_imports():
         from agentrl_env.evaluation.chat_model import ChatModel
@@ -150,7 +150,7 @@ def check(context: typer.Context, settings: CheckSettings) -> None:
 
 
 def _with_load(tasks: list[TaskQuality], measure: Callable[[], Load]) -> list[TaskQuality]:
-    """Return the figures with those of a server, or with a finding where it cannot be measured."""
+    """Return the figures with the load of a server, or with a finding if the server cannot be measured."""
     try:
         load = measure()
     except AgentRLError as error:
@@ -160,7 +160,7 @@ def _with_load(tasks: list[TaskQuality], measure: Callable[[], Load]) -> list[Ta
 
 
 def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
-    """Return the figures of a file of ``--resume`` by target. Raises AgentRLError."""
+    """Return the figures in a file of ``--resume``, by target. Raises AgentRLError."""
     from agentrl_env.testing.quality import TaskQuality
 
     if file is None or not file.exists():
@@ -175,7 +175,7 @@ def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
 
 
 def _check_writable(file: Path) -> None:
-    """Raise AgentRLError where the figures could not be kept, before anything is measured."""
+    """Raise AgentRLError, before anything is measured, if the figures could not be stored."""
     try:
         file.open("a").close()
     except OSError as error:
@@ -185,7 +185,7 @@ def _check_writable(file: Path) -> None:
 
 
 def _keep(file: Path | None, target: str, figures: list[TaskQuality]) -> list[TaskQuality]:
-    """Append the figures of a target to a file of ``--resume``, and return them."""
+    """Append the figures of a target to a file of ``--resume`` and return them."""
     if file is not None:
         line = {"target": target, "quality": [one.model_dump(mode="json") for one in figures]}
         with file.open("a") as out:
@@ -212,13 +212,13 @@ def _print_quality(tasks: list[TaskQuality]) -> None:
 
 
 def _environments(targets: list[str]) -> list[str]:
-    """Return the targets of a command line, without the README beside them in ``environments/*``."""
+    """Return the targets of a command line, without the README that ``environments/*`` also matches."""
     kept = [target for target in targets if Path(target).suffix == ".py" or not Path(target).is_file()]
     return kept if len(targets) > 1 else targets
 
 
 def _endpoint(url: str | None, model: str | None, variable: str | None) -> dict[str, Any]:
-    """Return the arguments of ``ChatModel``; empty without an endpoint. Raises AgentRLError."""
+    """Return the arguments of ``ChatModel``, or none without an endpoint. Raises AgentRLError."""
     if url is None and model is None:
         if variable is not None:
             raise AgentRLError("--api-key-env needs --model-url and --model")

@@ -1,4 +1,4 @@
-"""The commands ``eval``, for a model on a task, and ``compare``, for two of its evaluations."""
+"""The commands ``eval``, for a model on a task, and ``compare``, for two evaluations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ results_option = partial(typer.Option, rich_help_panel="Results")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 MIN_LINE_S = 10.0
-"""Seconds between two lines of progress where standard error is no terminal."""
+"""Seconds between two lines of progress if standard error is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class EvalSettings:
 def eval_(context: typer.Context, settings: EvalSettings) -> None:
     """Evaluate a model of an OpenAI-compatible endpoint on a task.
 
-    The same command goes on with an evaluation that was stopped. The exit code is 1 if an episode failed.
+    The same command continues an interrupted evaluation. The exit code is 1 if an episode failed.
     """
     log_to_stderr(False)
     token = resolve_token(context, settings.token, settings.token_file)
@@ -166,7 +166,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of another one.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two evaluations on the samples that both have played."""
+    """Compare two evaluations on the samples that both of them have played."""
     from agentrl_env.evaluation import summary
     from agentrl_env.evaluation.record import read_run
 
@@ -178,7 +178,7 @@ def compare(
 
 
 def _source(settings: EvalSettings) -> EvaluationRun | dict[str, Any]:
-    """Return the recorded evaluation that is repeated, or the arguments of ``ChatModel``."""
+    """Return the recorded evaluation to repeat, or the arguments of ``ChatModel``."""
     from agentrl_env.evaluation.record import read_run
 
     if settings.replay is not None:
@@ -205,7 +205,7 @@ def _source(settings: EvalSettings) -> EvaluationRun | dict[str, Any]:
 async def _plan(
     client: EnvClient, source: EvaluationRun | dict[str, Any], settings: EvalSettings
 ) -> EvaluationSettings:
-    """Return the settings of the evaluation; a replay repeats the recorded settings."""
+    """Return the settings of the evaluation. A replay repeats the recorded settings."""
     from agentrl_env.evaluation.record import EvaluationRun, EvaluationSettings
     from agentrl_env.evaluation.runner import choose_indices
     from agentrl_env.wire import choose_task
@@ -257,7 +257,7 @@ async def _play(client: EnvClient, policy: PolicyOf, file: RunFile, settings: Ev
 
 @contextmanager
 def _progress(run: EvaluationRun) -> Iterator[Any]:
-    """Show a bar on a terminal, else a line from time to time; yield what takes each episode."""
+    """Show progress as a bar, or as lines without a terminal. Yield a function to call with each episode."""
     import time
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -374,7 +374,7 @@ def _print_comparison(found: Comparison) -> None:
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
-    """Return headers, with variables of the environment filled in, which keeps keys off the command line."""
+    """Return headers with environment variables filled in, so that keys stay off the command line."""
     headers = {}
     for text in given:
         name, colon, value = text.partition(":")

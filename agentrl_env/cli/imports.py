@@ -1,4 +1,4 @@
-"""Imports that do not wait for the garbage collector."""
+"""Imports without garbage collections."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Import large packages without garbage collections, and exempt their objects from later ones.
+    """Import large packages without garbage collections, and exempt their objects from later collections.
 
-    Each collection, including the last one when the process exits, would traverse all functions and classes
-    of the imported modules. For FastAPI that is a third of the time of the import, with PyTorch and
-    transformers too.
+    Each collection, including the last one at the exit of the process, would traverse all functions and
+    classes of the imported modules. For FastAPI, collections take a third of the import time, also when
+    PyTorch and transformers are imported too.
     """
     gc.disable()
     try:

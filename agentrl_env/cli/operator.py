@@ -178,7 +178,7 @@ class UpSettings(options.TlsOptions):
 def serve(context: typer.Context, settings: ServeSettings) -> None:
     """Serve tasks over HTTP until Ctrl-C.
 
-    The first Ctrl-C lets open sessions end; a second one stops at once.
+    The first Ctrl-C lets open sessions end. A second Ctrl-C stops immediately.
     """
     with uncollected_imports():
         from agentrl_env.hosting.serve import serve as run
@@ -232,8 +232,8 @@ def serve(context: typer.Context, settings: ServeSettings) -> None:
 def controller(context: typer.Context, settings: ControllerSettings) -> None:
     """Provide one address for many servers.
 
-    Servers connect with serve --controller URL. The token is the operator's, who may do everything.
-    Servers need only the link token, which is derived from it and printed by --print-link-token.
+    Servers connect with serve --controller URL. The operator's token allows everything. Servers need only
+    the link token, which is derived from it and printed by --print-link-token.
     """
     with uncollected_imports():
         from agentrl_env.fleet.controller import FleetService
@@ -262,7 +262,7 @@ def controller(context: typer.Context, settings: ControllerSettings) -> None:
 def up(settings: UpSettings) -> None:
     """Run a whole fleet from one file until Ctrl-C.
 
-    SIGHUP reads FILE again: servers are added, removed and replaced without losing their sessions.
+    SIGHUP reads FILE again. Servers are added, removed and replaced without losing their sessions.
     """
     if settings.print_ is not None:
         from agentrl_env.fleet.config import read_fleet_config
@@ -314,7 +314,7 @@ def token(
     token: options.Token = None,
     token_file: options.ClientTokenFile = None,
 ) -> None:
-    """Revoke all agent tokens of sessions, and print a new token of each."""
+    """Revoke all agent tokens of sessions and print a new token for each session."""
     import asyncio
 
     from agentrl_env.client.http import HttpBackend
@@ -336,7 +336,7 @@ def token(
 
 
 def _reload(targets: list[str], settings: ServeSettings, token: str | None) -> None:
-    """Serve in a child process, with the options of this command line, and restart it on changes."""
+    """Serve in a child process with the options of this command line, and restart it on changes."""
     from agentrl_env.launch.process import ServerProcess
     from agentrl_env.launch.reload import serve_and_reload
 

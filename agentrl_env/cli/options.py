@@ -1,4 +1,4 @@
-"""Options that several commands share, and the configuration file that sets them."""
+"""Options that several commands share, and the configuration file that can set them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Port = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """Options of everything that listens."""
+    """TLS options of all commands that listen on an address."""
 
     tls_cert: Annotated[
         Path | None,
@@ -91,7 +91,7 @@ class TlsOptions:
     ] = None
 
     def tls(self) -> Tls | None:
-        """Return the certificate to serve with. Raises AgentRLError for a key without a certificate."""
+        """Return the certificate of the server. Raises AgentRLError for a key without a certificate."""
         from agentrl_env.server.sockets import Tls
 
         if self.tls_cert is None:
@@ -149,7 +149,7 @@ class ProcessOptions(TlsOptions):
 
 
 def is_url(target: str) -> bool:
-    """Return whether a target is the URL of a server."""
+    """Return True if a target is the URL of a server."""
     return target.startswith(("http://", "https://", "ws://", "wss://"))
 
 
@@ -163,20 +163,20 @@ PrintMetricsToken = Annotated[
 
 
 def print_derived_token(token: str | None, derive: Callable[[str], str]) -> None:
-    """Print a token that is derived from the operator's. Raises AgentRLError without one."""
+    """Print a token that is derived from the operator token. Raises AgentRLError if it is missing."""
     if not token:
         raise AgentRLError("the token is derived from the operator's; give --token-file or AGENTRL_TOKEN")
     print(derive(token))
 
 
 def log_to_stderr(enabled: bool) -> None:
-    """Show or hide the log, which has the tracebacks of authors' code."""
+    """Show or hide the log, which contains the tracebacks of authors' code."""
     handler: logging.Handler = logging.StreamHandler() if enabled else logging.NullHandler()
     logging.getLogger("agentrl_env").handlers[:] = [handler]
 
 
 def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callable[[], EnvClient]:
-    """Return a factory of clients: for the server at a URL, or for a class in this process."""
+    """Return a factory of clients for the server at a URL or for a class in this process."""
     from agentrl_env.hosting.loader import load_target
 
     if is_url(target):
@@ -185,7 +185,7 @@ def client_of(target: str, token: str | None, timeout: float = 120.0) -> Callabl
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Use a TOML file as the defaults of a command's options; the callback of ``--config``.
+    """Use a TOML file as the defaults of a command's options. This is the callback of ``--config``.
 
     Keys are the names of options and arguments, with dashes or underscores. Paths are relative to the
     file's folder.
@@ -235,9 +235,9 @@ Config = Annotated[
 
 
 def resolve_token(context: typer.Context, token: str | None, token_file: Path | None) -> str | None:
-    """Return the token: of the command line, else of AGENTRL_TOKEN, else of the configuration file.
+    """Return the token from the command line, else from AGENTRL_TOKEN, else from the configuration file.
 
-    Warns of a token on the command line, which every user of the machine can read there.
+    Warns about a token on the command line, where every user of the machine can read it.
 
     Raises AgentRLError if the command line has both options, or the file cannot be read or is empty.
     """
@@ -272,7 +272,7 @@ def read_token(token_file: Path) -> str:
 def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
     """Return the key of a model's endpoint, from ``--api-key-env`` or ``--api-key-file``.
 
-    Raises AgentRLError if both are given, or the one that is given is empty.
+    Raises AgentRLError if both are given, or if the given key is empty.
     """
     if variable is not None and file is not None:
         raise AgentRLError("give --api-key-env or --api-key-file, not both")
@@ -285,7 +285,7 @@ def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
 
 
 def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:
-    """Return a value of the file as the parameter's type. Raises AgentRLError if it does not fit."""
+    """Convert a value of the file to the parameter's type. Raises AgentRLError if it is invalid."""
     if (getattr(parameter, "multiple", False) or parameter.nargs == -1) and not isinstance(value, list):
         value = [value]
     try:

@@ -34,12 +34,12 @@ Values:       7, true, word, "several words", [1, 2], {"field": value}
 Send text:    say TEXT
 Commands:     /expert shows the expert's next move, /do plays it; /tools  /help  /quit (or Ctrl-D)"""
 MAX_DEPTH = 4
-"""Levels of nested fields that are shown."""
+"""Maximum number of nested levels of fields that are shown."""
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "green", "assistant": "yellow"}
 
 
 class UnreadableLine(ValueError):
-    """The line is neither a call nor a command; the message says what to type instead."""
+    """The line is neither a call nor a command. The message says what to type instead."""
 
 
 def play(
@@ -55,9 +55,9 @@ def play(
 ) -> StepResult | None:
     """Play one episode and return its last result, or None if the player left before its end.
 
-    ``client`` is unused, and closed at the end. ``lines`` takes a prompt and returns the next line, or None
-    at the end of input. Raises AgentRLError if the session could not be opened or was lost, or if an
-    ``expert`` is required and the task offers none.
+    ``client`` must be unused and is closed at the end. ``lines`` takes a prompt and returns the next line, or
+    None at the end of input. Raises AgentRLError if the session could not be opened or was lost, or if
+    ``expert`` is True and the task offers no expert.
     """
     with SyncEnvClient(client) as sync:
         tasks = sync.tasks()
@@ -77,7 +77,7 @@ def parse_line(line: str, tools: Sequence[ToolSpec], call_id: str = "call_0") ->
     """Parse a line as an assistant message.
 
     Accepted forms: ``guess n=7``, ``guess 7``, ``guess {"n": 7}``, ``guess(n=7)``, ``say some text``,
-    ``{"name": "guess", "arguments": {"n": 7}}``. Values may be JSON: ``refund line={"order_id": 1}``.
+    ``{"name": "guess", "arguments": {"n": 7}}``. Values can be JSON: ``refund line={"order_id": 1}``.
     Without tools, every line is text.
 
     Raises UnreadableLine if the line has none of these forms.
@@ -101,7 +101,7 @@ def parse_line(line: str, tools: Sequence[ToolSpec], call_id: str = "call_0") ->
 
 
 def signature(function: FunctionSpec) -> str:
-    """Return a tool as ``guess(n: integer)``, optional parameters and fields marked with ``?``."""
+    """Return a tool as ``guess(n: integer)``, with ``?`` after optional parameters and fields."""
     return f"{function.name}({_fields(function.parameters, function.parameters, 0)})"
 
 
@@ -128,7 +128,7 @@ def _play_turns(
 
 
 def _read_message(session: SyncClientSession, line: str, console: Console) -> Message | None:
-    """Return the message that a line stands for, or execute the command and return None."""
+    """Return the message that a line describes, or execute the command in the line and return None."""
     try:
         if line == "/help":
             console.print(HELP, highlight=False, markup=False)
@@ -163,7 +163,7 @@ def _from_json(line: str, call_id: str) -> Message:
 
 
 def _arguments(text: str, function: FunctionSpec) -> dict[str, Any]:
-    """Parse ``a=1 b=two``, or values in the order of the parameters; a single string needs no quotes."""
+    """Parse ``a=1 b=two``, or values in the order of the parameters. A single string needs no quotes."""
     schemas = function.parameters.get("properties", {})
     if len(schemas) == 1 and text:
         name, schema = next(iter(schemas.items()))
@@ -194,7 +194,7 @@ def _split(text: str) -> Iterable[str]:
 
 
 def _quote_json(text: str) -> str:
-    """Quote the JSON objects and arrays at the begin of values, so that each is one word."""
+    """Quote the JSON objects and arrays at the start of values, so that each is one word."""
     words, at, quote = [], 0, ""
     while at < len(text):
         char = text[at]
@@ -212,7 +212,7 @@ def _quote_json(text: str) -> str:
 
 
 def _json_end(text: str, begin: int) -> int | None:
-    """Return the end of the JSON value at a position; None if there is none."""
+    """Return the end of the JSON value at a position, or None if there is no JSON value."""
     try:
         return json.JSONDecoder().raw_decode(text, begin)[1]
     except (ValueError, RecursionError):
@@ -220,7 +220,7 @@ def _json_end(text: str, begin: int) -> int | None:
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
-    """Parse a value as JSON, unless it is not JSON or the schema asks for a string."""
+    """Parse a value as JSON, unless it is not JSON or the schema requires a string."""
     if schema.get("type") == "string" or "enum" in schema:
         return text
     try:
@@ -240,7 +240,7 @@ def _fields(schema: dict[str, Any], root: dict[str, Any], depth: int) -> str:
 
 
 def _type_name(schema: Any, root: dict[str, Any], depth: int) -> str:
-    """Return the type of a schema, with the fields of objects; of references in ``root``, up to a depth."""
+    """Return the type of a schema with the fields of objects. References in ``root`` are resolved."""
     if not isinstance(schema, dict):
         return "any"
     if "enum" in schema:

@@ -1,1 +1,1 @@
-"""AgentRL's protocol: its HTTP calls, and its workers behind a controller."""
+"""AgentRL's protocol: its HTTP calls and its workers behind a controller."""

@@ -1,8 +1,8 @@
-"""AgentRL's workers over gRPC: each opens one stream to the controller, which makes its calls over it.
+"""AgentRL's workers over gRPC: each opens one stream to the controller, which sends its calls over it.
 
-The stream arrives at the controller's only port. gRPC is HTTP/2, which uvicorn does not speak: a connection
-that begins with HTTP/2 is forwarded, byte for byte, to a gRPC server on a socket in the file system: it costs
-one copy of the bytes within this process, and nothing for all other connections.
+The stream arrives at the controller's only port. gRPC uses HTTP/2, which uvicorn does not support. So a
+connection that starts with HTTP/2 is forwarded, byte for byte, to a gRPC server on a socket in the file
+system. This costs one copy of its bytes within this process. Other connections are not affected.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from agentrl_env.errors import InvalidRequest, ServerFull
 logger = logging.getLogger("agentrl_env")
 
 MAX_BYTES = 100 * 1024 * 1024
-"""Size of a message, as AgentRL's peers have it."""
+"""Maximum size of a message, the same as in AgentRL's peers."""
 RECONNECT_S = 15.0
-"""Seconds that a call waits for a worker's stream; it connects again after 1 s, and then beats within 8."""
+"""Seconds that a call waits for a worker's stream. A worker reconnects after 1 s and beats within 8 s."""
 _REQUEST = 1
 _Field = descriptor_pb2.FieldDescriptorProto
 _METHOD = "WorkerStream"
@@ -42,7 +42,7 @@ def _envelope() -> Any:
     file.syntax = "proto3"
 
     def message(name: str, *fields: tuple[str, int, Any], oneof: int = 0) -> None:
-        """Add a message; fields from number ``oneof`` on exclude each other."""
+        """Add a message. Fields from number ``oneof`` on exclude each other."""
         made = file.message_type.add(name=name)
         if oneof:
             made.oneof_decl.add(name="body")
@@ -82,7 +82,7 @@ Envelope = _envelope()
 
 
 class StreamTransport:
-    """Calls of a worker over its stream; where that breaks, those under way fail, of unknown outcome."""
+    """Calls of a worker over its stream. If the stream breaks, the calls in progress fail."""
 
     def __init__(self) -> None:
         self._context: Any = None
@@ -111,13 +111,13 @@ class StreamTransport:
             self._fail("the worker's stream broke, so that the outcome of the call is unknown")
 
     def answer(self, envelope: Any) -> None:
-        """Pass an answer to its caller; one that comes too late has none any more."""
+        """Pass an answer to its caller. An answer that arrives too late is dropped."""
         call = self._calls.get(envelope.id)
         if call is not None and not call.done():
             call.set_result(envelope.response)
 
     async def call(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        """Return the answer to a call. Raises WorkerFailed, and ServerFull where the worker has no place."""
+        """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no place."""
         number = str(next(self._numbers))
         data = b"" if body is None else json.dumps(body).encode()
         request = {"method": "POST", "endpoint": endpoint, "json": data}
@@ -138,17 +138,17 @@ class StreamTransport:
         return read_answer(endpoint, response.code, response.message, response.json)
 
     async def _connected(self, endpoint: str) -> None:
-        """Wait for a stream. Raises WorkerFailed, and ServerFull where the call would open a session."""
+        """Wait for a stream. Raises WorkerFailed, or ServerFull if the call would open a session."""
         try:
             async with asyncio.timeout(RECONNECT_S):
                 await self._attached.wait()
         except TimeoutError:
             if endpoint == START:
-                raise ServerFull("the worker has no stream; another may", retry_after=1) from None
+                raise ServerFull("the worker has no stream; another might", retry_after=1) from None
             raise WorkerFailed(f"the worker has no stream for {endpoint}") from None
 
     async def aclose(self) -> None:
-        """Fail the calls under way."""
+        """Fail the calls in progress."""
         self._fail("the worker is gone")
 
     def _fail(self, reason: str) -> None:
@@ -158,10 +158,10 @@ class StreamTransport:
 
 
 class GrpcServer:
-    """The gRPC server of one controller; it starts with the first connection.
+    """The gRPC server of one controller. It starts with the first connection.
 
     Args:
-        workers: those of the controller.
+        workers: the workers of the controller.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -174,7 +174,7 @@ class GrpcServer:
         self._connecting: set[asyncio.Task[None]] = set()
 
     def take(self, transport: asyncio.Transport, first: bytes, on_lost: Callable[[], None]) -> None:
-        """Take over a connection that speaks HTTP/2."""
+        """Take over an HTTP/2 connection."""
         relay = Relay(on_lost, first)
         relay.connection_made(transport)
         transport.set_protocol(relay)
@@ -250,12 +250,12 @@ class GrpcServer:
 
 
 class Relay(asyncio.Protocol):
-    """One end of a connection whose bytes are forwarded to another one.
+    """One end of a connection whose bytes are forwarded to another connection.
 
     Args:
-        on_lost: callback at the end of the connection.
-        first: bytes that have arrived already.
-        peer: the other end, where there is one.
+        on_lost: called at the end of the connection.
+        first: bytes that have already arrived.
+        peer: the other end, if it exists already.
     """
 
     def __init__(
@@ -267,13 +267,13 @@ class Relay(asyncio.Protocol):
         self._peer = peer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to forward."""
+        """Start forwarding."""
         self.transport = cast(asyncio.Transport, transport)
         if self._peer is not None:
             self._peer.join(self)
 
     def join(self, peer: Relay) -> None:
-        """Forward to another end, beginning with what has arrived so far."""
+        """Forward to another end, starting with the bytes that have arrived so far."""
         self._peer = peer
         peer.transport.write(self._early)
         self._early = b""
@@ -295,18 +295,18 @@ class Relay(asyncio.Protocol):
             self._on_lost()
 
     def pause_writing(self) -> None:
-        """Stop to read what this end cannot take."""
+        """Stop reading from the other end while this end cannot send."""
         if self._peer is not None:
             self._peer.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Read on."""
+        """Continue reading."""
         if self._peer is not None:
             self._peer.transport.resume_reading()
 
 
 def mount(app: FastAPI, workers: Workers) -> None:
-    """Let an application's listener forward connections that speak HTTP/2."""
+    """Let an application's listener forward HTTP/2 connections."""
     server = GrpcServer(workers)
     workers.closing.append(server.aclose)
     app.state.on_http2 = server.take

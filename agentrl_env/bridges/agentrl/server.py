@@ -1,8 +1,7 @@
 """AgentRL's protocol at ``/api``, for its evaluation client and trainer.
 
-Every call ends in the ``Api`` of the native protocol, with its authorization, limits and counts, and sessions
-live where they always do. This module adds what AgentRL's protocol needs beside: integers as session ids, and
-the number of each turn, which its clients do not send.
+Every call is made through the ``Api`` of the native protocol, with its authorization, limits and counts. This
+module adds integers as session ids and the number of each turn, which AgentRL's clients do not send.
 """
 
 from __future__ import annotations
@@ -69,14 +68,14 @@ from agentrl_env.wire import (
 B = TypeVar("B", bound=BaseModel)
 
 ENDLESS_INDICES = 1000
-"""Indices that are listed of a split without an end; all others can be started too."""
+"""Number of indices that are listed for an endless split. All other indices can be started too."""
 MAX_SESSIONS = 65_536
-"""Sessions that are remembered; beyond that, those that were not called for longest are forgotten."""
+"""Maximum number of remembered sessions. The least recently called sessions are forgotten first."""
 CUSTOM = -1
 """Index of a custom task."""
 KEEP_ALIVE_BURST, KEEP_ALIVE_S = 3, 60.0
-"""Empty turns in a row, with pauses shorter than that, which count as keep-alives. AgentRL's client sends one
-in 180 s; more are the answers of a model that has nothing to say, which must reach its turn limit."""
+"""Maximum number of empty turns in a row, with shorter pauses than this, that count as keep-alives.
+AgentRL's client sends one in 180 s. More of them are empty answers of a model, which must count as turns."""
 STATUS_KEY = "agentrl_status"
 """Key of ``StepResult.info`` with the status that an AgentRL task gave its session."""
 _STATUSES = {
@@ -86,14 +85,14 @@ _STATUSES = {
     SessionStatus.TRUNCATED_TIME: "task limit reached",
     SessionStatus.FAILED_ENVIRONMENT: "task error",
 }
-"""AgentRL's name of each status; all others are ``cancelled``."""
+"""AgentRL's name of each status. All other statuses are ``cancelled``."""
 _KNOWN = {"completed", "agent validation failed", "agent invalid action", "task limit reached"}
-"""Statuses of AgentRL's tasks that its client knows; it fails on ``agent context limit``."""
+"""Statuses of AgentRL's tasks that its client knows. The client fails on ``agent context limit``."""
 _HTTP = {"environment_failed": 500, "internal_error": 500, "session_lost": 500}
 _SAME_HTTP = {401, 403, 429, 501, 503}
-"""Statuses of errors that stay; AgentRL's protocol has 400 for all other mistakes of the caller."""
+"""HTTP statuses that are kept. AgentRL's protocol has 400 for all other mistakes of the caller."""
 _POSITIONS = {"", "0", "call_0"}
-"""Ids that count the calls of one message, and so do not identify a call."""
+"""Ids that only count the calls of one message, so they do not identify a call."""
 
 
 class _Body(BaseModel):
@@ -129,7 +128,7 @@ class _Session:
     def __init__(self, info: SessionInfo, start: _Start) -> None:
         self.session_id = info.session_id
         self.integer = secrets.randbits(53)
-        """Stands for the session; random, so that a restart does not reuse it."""
+        """Integer id of the session. It is random, so that a restart does not reuse it."""
         self.start = start
         self.opening = [message.wire() for message in info.messages]
         self.tools = [tool.model_dump() for tool in info.tools]
@@ -140,15 +139,15 @@ class _Session:
         self.seq = 0
         """Number of the last turn."""
         self.playing = 0
-        """Number of requests that wait for its result."""
+        """Number of requests that wait for the result of the last turn."""
         self.delivered = True
-        """False where the caller was gone before it got the result."""
+        """False if the caller disconnected before it received the result."""
         self.message: Message | None = None
         """Assistant message of the last turn."""
         self._rewarded = 0
         self._call_ids: set[str] = set()
         self._ids_identify = True
-        """False where different messages have used the same id of a tool call."""
+        """False if different messages have used the same tool call id."""
         self._empty = 0
         self._emptied = 0.0
 
@@ -158,7 +157,7 @@ class _Session:
         return {**answer, "messages": self.opening, "tools": self.tools or None}
 
     def is_keep_alive(self, message: Message) -> bool:
-        """Return whether a message only keeps the session alive: it is empty, and there are few of them."""
+        """Return True if a message only keeps the session alive: it is one of a few empty messages."""
         if message.content or message.tool_calls:
             self._empty = 0
             return False
@@ -171,11 +170,12 @@ class _Session:
         return False
 
     def number(self, message: Message) -> int:
-        """Return the number of the turn that a message plays: the last one where the message is repeated.
+        """Return the number of the turn that a message plays, which is the last turn for a repeated message.
 
-        The protocol has no number and no key that would tell. A message is repeated if it equals the last one
-        and is sent while that one plays, after its caller was gone without the result, or with the same ids
-        of tool calls, which models make anew for each call. Raises InvalidRequest where another one plays.
+        The protocol has no numbers and no idempotency keys. A message counts as repeated if it equals the
+        last message and either the last message is still playing, its caller disconnected without the
+        result, or the ids of its tool calls are the same, since models make new ids for each call. Raises
+        InvalidRequest if another message is playing.
         """
         calls = [call.id for call in message.tool_calls or ()]
         if message == self.message:
@@ -187,7 +187,7 @@ class _Session:
         return self.seq + 1
 
     def note_ids(self, message: Message) -> None:
-        """Remember the ids of the tool calls of a turn that has been played."""
+        """Remember the tool call ids of a played turn."""
         ids = {call.id for call in message.tool_calls or ()}
         self._ids_identify = self._ids_identify and not ids & self._call_ids
         self._call_ids |= ids
@@ -215,12 +215,12 @@ class AgentRLBridge:
         self._numbers = itertools.count(1)
 
     async def get_indices(self, request: Request) -> object:
-        """Return the indices of a task: the names of its samples, or numbers."""
+        """Return the indices of a task, which are the names of its samples or numbers."""
         task, split = await self._task(request.query_params.get("name", ""))
         return _indices(task.splits[split])
 
     async def start_sample(self, request: Request) -> Response:
-        """Open a session; on a full server, once there is room. An agent token's session is begun instead."""
+        """Open a session, once a full server has room. With an agent token, start its session instead."""
         start = await self._read(_Start, request)
         own = await own_session(self._api)
         if own is not None:
@@ -249,7 +249,7 @@ class AgentRLBridge:
         await self._cancel(self._session(request))
 
     async def cancel_all(self, request: Request) -> None:
-        """End the sessions of a task, or of all with ``force=true``."""
+        """End the sessions of a task, or of all tasks with ``force=true``."""
         name = request.query_params.get("name")
         everything = name is None and request.query_params.get("force") != "true"
         if everything and len((await self._tasks()).tasks) > 1:
@@ -284,7 +284,7 @@ class AgentRLBridge:
         return listed
 
     async def list_sessions(self, request: Request) -> object:
-        """Return the sessions that were opened here and go on."""
+        """Return the running sessions that were opened here."""
         return {
             str(session_id): {
                 "name": session.start.name,
@@ -301,34 +301,34 @@ class AgentRLBridge:
         }
 
     async def mark_stale(self, request: Request) -> None:
-        """Open no new sessions on a server, or open them again."""
+        """Stop or resume opening new sessions on a server."""
         body = await self._read(_Stale, request)
         fleet = FleetInfo.model_validate_json(await self._api.answer(FLEET, FleetQuery(), caller.get()))
         ids = [one.server_id for one in fleet.servers if self._worker(one.server_id) == body.worker_id]
         if not ids:
-            raise InvalidRequest(f"no worker {body.worker_id}; list_workers has those that there are")
+            raise InvalidRequest(f"no worker {body.worker_id}; list_workers lists the workers")
         drain = DrainRequest(server_id=ids[0], draining=body.stale)
         await self._api.answer(DRAIN_SERVER, drain, caller.get())
 
     async def clean(self, request: Request) -> None:
-        """Do nothing: servers and sessions that are gone are removed as soon as they are."""
+        """Do nothing, because servers and sessions are removed as soon as they end."""
 
     async def version(self, request: Request) -> object:
-        """Return the version of the protocol, by the name that AgentRL's dashboard knows."""
+        """Return the version of the protocol under the name that AgentRL's dashboard expects."""
         return {"variant": "nova", "version": 1}
 
     async def _started(self, session: _Session) -> Response:
-        """Remember a session; return its opening."""
+        """Remember a session and return its opening."""
         self._sessions[session.integer] = session
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         answer = session.started()
-        if not session.opening:  # there is nothing to answer: the task has ended at once
+        if not session.opening:  # the task has ended immediately, so there is nothing to answer
             answer = await self._turn(session, Message.assistant(""))
         return _json(answer, headers={"session_id": str(session.integer)})
 
     async def _turn(self, session: _Session, message: Message) -> dict[str, Any]:
-        """Play a message as the next turn, or return the answer of the last one where it is repeated."""
+        """Play a message as the next turn, or return the last answer if the message is repeated."""
         seq = session.number(message)
         before = session.seq, session.message, session.delivered
         session.seq, session.message, session.delivered = seq, message, False
@@ -336,7 +336,7 @@ class AgentRLBridge:
         try:
             answer = await self._play(session, message, seq)
         except WireError:
-            if session.playing == 1:  # it can be sent again, or another one
+            if session.playing == 1:  # the message can be sent again, or another one
                 session.seq, session.message, session.delivered = before
             raise
         finally:
@@ -352,15 +352,15 @@ class AgentRLBridge:
         return self._answer(session, result)
 
     async def _keep_alive(self, session: _Session) -> dict[str, Any]:
-        """Renew the lease of a session without a turn; return the last messages, which must not be none."""
+        """Renew the lease of a session without a turn. Return the last messages, which must not be empty."""
         if session.message is not None:
             return await self._play(session, session.message, session.seq)
-        with suppress(SeqConflict):  # every step renews the lease, also one whose number leaves a gap
+        with suppress(SeqConflict):  # every step renews the lease, even one that leaves a gap
             await self._play(session, Message.assistant(""), 2)
         return session.started()
 
     def _answer(self, session: _Session, result: StepResult) -> dict[str, Any]:
-        """Return a result as AgentRL's clients understand it; a failed environment has no reward."""
+        """Return a result in the form of AgentRL's protocol. A failed environment has no reward."""
         failed = result.status is SessionStatus.FAILED_ENVIRONMENT
         metrics: dict[str, Any] = dict(result.metrics)
         if result.final and not failed:
@@ -384,7 +384,7 @@ class AgentRLBridge:
         return TaskList.model_validate_json(await self._api.answer(TASKS, EMPTY, caller.get()))
 
     async def _task(self, name: str) -> tuple[TaskInfo, str]:
-        """Return the task and the split of a name: ``TASK``, or ``TASK-SPLIT``. Raises UnknownTask."""
+        """Return the task and the split of a name, ``TASK`` or ``TASK-SPLIT``. Raises UnknownTask."""
         tasks = {task.name: task for task in (await self._tasks()).tasks}
         if name in tasks:
             splits = tasks[name].splits
@@ -395,7 +395,7 @@ class AgentRLBridge:
         return named[name]
 
     def _session(self, request: Request) -> _Session:
-        """Return the session that a request's header names. Raises UnknownSession."""
+        """Return the session in a request's header. Raises UnknownSession."""
         text = request.headers.get("session_id", "")
         session_id = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
         session = self._sessions.get(session_id)
@@ -441,7 +441,7 @@ def mount(app: FastAPI, api: Api) -> None:
 def endpoint_of(
     api: Api, call: Callable[[Request], Awaitable[object]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a call of AgentRL's protocol, with its errors."""
+    """Return the endpoint of a call of AgentRL's protocol, including its error answers."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -453,7 +453,7 @@ def endpoint_of(
             headers = {} if wait is None else {"retry-after": str(ceil(wait))}
             return _json({"message": error.message, "type": error.type}, status, headers)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody receives it
+            return Response(status_code=400)  # no client receives it
         return answer if isinstance(answer, Response) else _json(answer)
 
     return endpoint
@@ -464,7 +464,7 @@ def _json(answer: object, status: int = 200, headers: dict[str, str] | None = No
 
 
 def _indices(split: SplitInfo) -> list[int | str]:
-    """Return the indices of a split; names that are numbers are numbers in AgentRL's protocol."""
+    """Return the indices of a split. Names that are numbers become numbers in AgentRL's protocol."""
     if split.ids is not None:
         return [int(name) if _is_number(name) else name for name in split.ids]
     return list(range(ENDLESS_INDICES if split.num_samples is None else split.num_samples))
@@ -475,7 +475,7 @@ def _is_number(name: str) -> bool:
 
 
 def _choice(start: _Start, split: SplitInfo) -> dict[str, Any]:
-    """Return the sample that a request selects, as an opening does. Raises UnknownSample."""
+    """Return the sample that a request selects, as fields of an opening. Raises UnknownSample."""
     index: int | str | None = start.index
     sample = None
     if start.index == CUSTOM:
@@ -493,7 +493,7 @@ def _choice(start: _Start, split: SplitInfo) -> dict[str, Any]:
 
 
 def _begun(own: SessionInfo, start: _Start) -> SessionInfo:
-    """Return the session of an agent token where ``start`` begins it. Raises Forbidden."""
+    """Return the session of an agent token, if ``start`` may start it. Raises Forbidden."""
     if start.name not in (own.task, f"{own.task}-{own.sample.split}"):
         raise Forbidden(f"this agent token is that of a session of the task {own.task}")
     if start.index not in (CUSTOM, own.sample.index) or start.custom_task or start.seed is not None:
@@ -504,7 +504,7 @@ def _begun(own: SessionInfo, start: _Start) -> SessionInfo:
 
 
 def _joined(messages: list[Message]) -> Message:
-    """Return the messages of one turn as one. Raises InvalidRequest where one is not an assistant's."""
+    """Join the messages of one turn. Raises InvalidRequest if one is not an assistant message."""
     if any(message.role != "assistant" for message in messages):
         raise InvalidRequest("messages: a turn has assistant messages only")
     if len(messages) == 1:

@@ -1,8 +1,8 @@
-"""AgentRL's workers behind a controller: each becomes a server of the fleet, whose sessions it plays.
+"""AgentRL's workers behind a controller: each becomes a server of the fleet and plays its sessions.
 
-A worker registers by its heartbeats. The controller then holds a ``SessionPool`` for it, linked to itself as
-any server is, whose task passes every assistant message on. So numbers of steps, leases, limits, queues,
-listings and failures are those of all sessions.
+A worker registers with its heartbeats. The controller then creates a ``SessionPool`` for it, which is linked
+to the controller like any other server. Its task passes every assistant message on to the worker. So steps,
+leases, limits, queues, listings and failures work as in all other sessions.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ logger = logging.getLogger("agentrl_env")
 
 START, SESSIONS = "start_sample", "get_sessions"
 PROBE_S = 5.0
-"""Seconds of a call after which the worker is asked, again and again, whether it still has the session."""
+"""Seconds of a call after which the worker is repeatedly asked if it still has the session."""
 CALL_S = 600.0
-"""Seconds that a worker may take for one turn; an answer after is dropped, and the session has failed."""
+"""Maximum seconds of a worker's turn. A later answer is dropped, and the session fails."""
 CANCEL_S = 30.0
-"""Seconds that a worker may take to end a session, whose place is kept meanwhile."""
+"""Maximum seconds for a worker to end a session. The session's place is kept during this time."""
 LOST_S = 30.0
-"""Seconds without a heartbeat, of which a worker sends one in 8 s, after which its sessions are lost."""
+"""Seconds without a heartbeat after which a worker's sessions are lost. Workers send one every 8 s."""
 LIMITS = ("task limit reached", "agent context limit")
 FAILURES = ("task error", "cancelled", "unknown")
 """Statuses of sessions that have no meaningful reward."""
 
 
 class WorkerFailed(AgentRLError):
-    """An AgentRL worker did not play a turn; the session has failed, and has no reward."""
+    """An AgentRL worker did not play a turn. The session has failed and has no reward."""
 
 
 class Heartbeat(BaseModel):
-    """Registration of a worker, which it repeats."""
+    """Registration of a worker, which the worker repeats."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -74,10 +74,10 @@ class Transport(Protocol):
     """Makes calls to one worker."""
 
     async def call(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        """Return the answer to a call. Raises WorkerFailed, and ServerFull where the worker has no place."""
+        """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no place."""
 
     async def aclose(self) -> None:
-        """Release what calls need."""
+        """Release the resources of calls."""
 
 
 class HttpTransport:
@@ -91,7 +91,7 @@ class HttpTransport:
         self._http = httpx.AsyncClient(base_url=address, limits=httpx.Limits(max_connections=None))
 
     async def call(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        """Return the answer to a call. Raises WorkerFailed, and ServerFull where the worker has no place."""
+        """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no place."""
         try:
             response = await self._http.request(
                 "GET" if endpoint == SESSIONS else "POST",
@@ -101,7 +101,7 @@ class HttpTransport:
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             if endpoint == START:
-                raise ServerFull("the worker does not answer; another may", retry_after=1) from error
+                raise ServerFull("the worker does not answer; another worker might", retry_after=1) from error
             raise WorkerFailed(f"the worker did not answer {endpoint}: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
@@ -114,7 +114,7 @@ class HttpTransport:
 
 
 def read_answer(endpoint: str, code: int, reason: str, body: bytes) -> Any:
-    """Return what a worker answers. Raises WorkerFailed, and ServerFull where it has no place."""
+    """Return a worker's answer. Raises WorkerFailed, or ServerFull if it has no place."""
     if code == 406:
         raise ServerFull("the worker has no place for another session", retry_after=1)
     if code != 200:
@@ -140,7 +140,7 @@ class WorkerTask(Environment):
 
     @classmethod
     def samples(cls, split: str) -> Any:
-        """Return one empty sample for each index: by number where the indices count from 0, else by name."""
+        """Return one empty sample for each index, as a list if the indices count from 0, else by name."""
         counted = list(cls.indices.values()) == list(range(len(cls.indices)))
         return [{}] * len(cls.indices) if counted else {name: {} for name in cls.indices}
 
@@ -169,7 +169,7 @@ class WorkerTask(Environment):
 
     async def answer_message(self, message: Message) -> Reply:
         """Pass a message on to the worker."""
-        if self.ended is not None:  # at its start
+        if self.ended is not None:  # it ended at its start
             return self.ended
         body = {"session_id": self.number, "messages": [message.wire()]}
         answer = await self._call("interact", body)
@@ -178,15 +178,15 @@ class WorkerTask(Environment):
         return self._reply(answer["env_out"])
 
     async def close(self) -> None:
-        """End the session at the worker, where it goes on."""
+        """End the session at the worker, if it is still running."""
         if self.alive:
             with suppress(WorkerFailed):
                 await self.transport.call("cancel", {"session_id": self.number}, CANCEL_S)
 
     async def _call(self, endpoint: str, body: Mapping[str, Any]) -> Any:
-        """Make a call that the task answers. Raises WorkerFailed where the worker has dropped the session.
+        """Make a call that the task answers. Raises WorkerFailed if the worker has dropped the session.
 
-        A worker never answers where its task has returned something else than a result.
+        A worker never answers if its task returned anything but a result.
         """
         calling = asyncio.ensure_future(self.transport.call(endpoint, body, CALL_S))
         missed = 0
@@ -203,11 +203,11 @@ class WorkerTask(Environment):
         try:
             sessions = await self.transport.call(SESSIONS, None, PROBE_S)
         except (WorkerFailed, ServerFull):
-            return False  # the call itself tells
+            return False  # the call itself reports the error
         return isinstance(sessions, dict) and str(self.number) not in sessions
 
     def _choice(self, sample: TaskSample) -> dict[str, Any]:
-        """Return the index, or the custom task, of a sample."""
+        """Return the index or the custom task of a sample."""
         index = sample.index
         if sample.data or index is None:
             if not self.takes_custom:
@@ -217,9 +217,9 @@ class WorkerTask(Environment):
         return {"index": self.indices[str(index)]}
 
     def _reply(self, out: Any) -> Reply:
-        """Return a worker's answer to a turn. Raises WorkerFailed where its task has failed.
+        """Return a worker's answer to a turn. Raises WorkerFailed if its task has failed.
 
-        AgentRL's reward is that of the episode as far as it is known, so that a step earns the difference.
+        AgentRL reports the total reward of the episode so far, so a step's reward is the difference.
         """
         try:
             answer = _Answer.model_validate(out)
@@ -241,7 +241,7 @@ class WorkerTask(Environment):
             info["full_history"] = True
         if not answer.finish:
             if not answer.messages:
-                raise WorkerFailed("the worker's task goes on and has sent no message")
+                raise WorkerFailed("the worker's task continues but has sent no message")
             return Reply(list(answer.messages), reward=reward, metrics=numbers, info=info)
         truncated = answer.status in LIMITS
         return Done(list(answer.messages), reward=reward, metrics=numbers, info=info, truncated=truncated)
@@ -260,7 +260,7 @@ class _Answer(BaseModel):
 
 
 def _tool(given: Any) -> ToolSpec:
-    """Return a tool in the format of OpenAI, or of Anthropic, which workers accept too."""
+    """Return a tool that is given in the format of OpenAI or of Anthropic, which workers also accept."""
     if isinstance(given, dict) and "input_schema" in given:
         given = {"function": {**given, "parameters": given["input_schema"]}}
     try:
@@ -281,8 +281,8 @@ class Worker:
     """A registered worker: a server of the fleet.
 
     Args:
-        heartbeat: its registration.
-        transport: makes calls to it.
+        heartbeat: the worker's registration.
+        transport: makes calls to the worker.
     """
 
     def __init__(self, heartbeat: Heartbeat, transport: Transport) -> None:
@@ -309,7 +309,7 @@ class Worker:
         self._links: ControllerLinks | None = None
 
     async def join(self, url: str, token: str | None) -> None:
-        """Join the fleet of a controller; sessions that the worker still holds have no owner, and end."""
+        """Join the fleet of a controller. Old sessions of the worker have no owner and are ended."""
         with suppress(WorkerFailed):
             await self._transport.call("cancel_all_with_notice", None, CANCEL_S)
         await self.pool.tasks()
@@ -317,7 +317,7 @@ class Worker:
         await self._links.start()
 
     async def lose(self, registry: _Registry, reason: str) -> None:
-        """Leave the fleet at once: the sessions are lost."""
+        """Leave the fleet immediately. The sessions are lost."""
         if self._links is not None:
             await self._links.abort()
             await registry.lose(self.pool.server_id, reason)
@@ -338,20 +338,20 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self.closing: list[Callable[[], Awaitable[None]]] = []
-        """Called at the end."""
+        """Functions that are called at the end."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._workers
 
     def hear(self, key: str, beat: Heartbeat, make: Any, url: str, token: str | None) -> None:
-        """Apply a heartbeat; the first one of a worker registers it.
+        """Apply a heartbeat. The first heartbeat of a worker registers it.
 
         Args:
             key: identifies the worker.
             beat: the heartbeat.
             make: returns the transport of a new worker.
             url: address of this controller, to which the worker's server connects.
-            token: that the worker has presented.
+            token: the token that the worker has presented.
 
         Raises InvalidRequest.
         """
@@ -366,14 +366,14 @@ class Workers:
         worker.seen = time.monotonic()
 
     async def lose(self, key: str, reason: str) -> None:
-        """Declare a worker lost, with its sessions."""
+        """Declare a worker and its sessions lost."""
         worker = self._workers.pop(key, None)
         if worker is not None:
             logger.warning("AgentRL worker %s of task %s is lost: %s", key, worker.heartbeat.name, reason)
             await worker.lose(self._registry, reason)
 
     async def aclose(self) -> None:
-        """Forget all workers; their sessions are cancelled."""
+        """Forget all workers. Their sessions are cancelled."""
         tasks = [*self._tasks, *([] if self._watching is None else [self._watching])]
         for task in tasks:
             task.cancel()
@@ -416,7 +416,7 @@ def mount(app: FastAPI, api: Api) -> None:
         api.check_values(body, caller.get())
         beat = read(Heartbeat, body)
         if urlsplit(beat.address).scheme not in ("http", "https"):
-            raise InvalidRequest(f"address: {echo(beat.address)} is no http:// URL of a worker")
+            raise InvalidRequest(f"address: {echo(beat.address)} is not an http:// URL of a worker")
         host, port = request.scope["server"]
         url = host if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}"
         shown = as_bearer(request.headers.get("authorization", "").encode("latin-1"))
@@ -424,13 +424,13 @@ def mount(app: FastAPI, api: Api) -> None:
         workers.hear(beat.address, beat, partial(HttpTransport, beat.address), url, token)
 
     async def cancel_notice(request: Request) -> None:
-        """Do nothing: the end of a session is waited for."""
+        """Do nothing, because the controller waits for the end of a session."""
 
     calls = {"receive_heartbeat": receive_heartbeat, "cancel_notice": cancel_notice}
     for name, call in calls.items():
         app.router.routes.append(Route(f"{AGENTRL_PATH}{name}", endpoint_of(api, call), methods=["POST"]))
     call_at_end(app, workers.aclose)
-    if not api.secured and find_spec("grpc") is not None:  # the stream carries no token
+    if not api.secured and find_spec("grpc") is not None:  # the stream has no token
         from agentrl_env.bridges.agentrl import grpc
 
         grpc.mount(app, workers)

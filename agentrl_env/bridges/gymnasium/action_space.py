@@ -1,4 +1,4 @@
-"""Gymnasium's action spaces as the arguments of a tool: their types, and the action that values stand for."""
+"""Gymnasium's action spaces as arguments of a tool: their types, and the conversion to actions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing_extensions import TypedDict
 from agentrl_env.errors import DefinitionError
 
 MAX_NUMBERS = 256
-"""Numbers that an action may have."""
+"""Maximum number of numbers in an action."""
 _ACTION = "action"
 _THE_ACTION = Field(description="The action to take.")
 
 
 def action_fields(space: Space[Any], names: Mapping[str, int], env_id: str) -> dict[str, Any]:
-    """Return the types of the tool's arguments by name: the keys of a dict space, else ``action``.
+    """Return the types of the tool's arguments by name. Names are the keys of a dict space, else ``action``.
 
     Args:
         space: The action space.
-        names: Names of the actions of a discrete space; empty for numbers.
+        names: Names of the actions of a discrete space. Empty for numbers.
         env_id: Id of the environment, for errors.
 
     Raises DefinitionError for a space without a JSON form.
@@ -52,7 +52,7 @@ def action_fields(space: Space[Any], names: Mapping[str, int], env_id: str) -> d
 
 
 def decode(space: Space[Any], arguments: Mapping[str, Any], names: Mapping[str, int]) -> Any:
-    """Return the action of valid arguments; whether it is in the space is the caller's to test."""
+    """Return the action of valid arguments. The caller must check that it is in the space."""
     if names:
         return np.int64(names[arguments[_ACTION]])
     flat = isinstance(space, Dict) and _flat(space)
@@ -64,7 +64,7 @@ class _NoJson(Exception):
 
 
 def _flat(space: Dict) -> bool:
-    """Return whether the keys of a dict space can be the names of arguments."""
+    """Return True if the keys of a dict space can be the names of arguments."""
     return all(
         isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and name != "self"
         for name in space.spaces
@@ -91,7 +91,7 @@ def _annotation(space: Space[Any]) -> Any:
             return Annotated[str, limits]
         case Dict():
             if wrong := [name for name in space.spaces if not isinstance(name, str)]:
-                raise _NoJson(f"the key {wrong[0]!r} is no text")
+                raise _NoJson(f"the key {wrong[0]!r} is not a text")
             make: Any = TypedDict
             return make("Fields", {name: _annotation(part) for name, part in space.spaces.items()})
         case Tuple():

@@ -34,38 +34,38 @@ from agentrl_env.tools import Done, Reply, tool
 from agentrl_env.types import TaskSample
 
 SEEDS = 2**31
-"""Bound of the seeds that every environment accepts; the session's seed is taken modulo it."""
+"""Upper bound of the seeds that every environment accepts. Session seeds are taken modulo this number."""
 MAX_TURNS = 200
-"""Turns of an environment that has no limit of steps of its own."""
+"""Maximum number of turns of an environment without its own limit of steps."""
 MAX_NUMBERS = 1_000
-"""Numbers that an observation may have without a renderer; an image has more."""
+"""Maximum number of numbers in an observation without a renderer. An image has more."""
 SECTIONS = ("Description", "Observation Space", "Rewards", "Reward", "Episode End", "Episode Termination")
-"""Sections of an environment's documentation that the task's description has."""
+"""Sections of an environment's documentation that are copied to the task's description."""
 PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "miniwob": "miniwob", "ALE": "ale_py"}
-"""Packages whose import registers the ids that begin with a word, so that ``gym:`` needs no module."""
+"""Packages that register the ids starting with a word, so that ``gym:`` targets need no module."""
 _HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
 
 
 class GymnasiumTask(Environment):
-    """Base class of the tasks that are registered Gymnasium environments.
+    """Base class of tasks that wrap registered Gymnasium environments.
 
-    A subclass names the environment. Defining it makes the environment once, to read its spaces, its
-    documentation and its limit of steps; each session then has an instance of its own, which is reset with
-    the session's seed. A class whose environment cannot be made raises DefinitionError.
+    A subclass names the environment. Defining the subclass creates the environment once, to read its spaces,
+    its documentation and its limit of steps. Each session then has its own instance, which is reset with the
+    session's seed. DefinitionError is raised if the environment cannot be created.
 
-    Sessions fork by playing the actions so far again, unless the environment is registered as
-    nondeterministic. ``success`` is ``is_success`` or ``success`` of the last ``info``; without them, a
-    return of at least the environment's reward threshold; without that, a last reward above zero at the
-    end of the episode.
+    Sessions fork by repeating the actions so far, unless the environment is registered as nondeterministic.
+    The metric ``success`` is ``is_success`` or ``success`` of the last ``info``. Without them, an episode
+    succeeds if its return reaches the environment's reward threshold. Without a threshold, it succeeds if the
+    last reward at its end is above zero.
     """
 
     env_id: ClassVar[str]
-    """Id for ``gymnasium.make``, such as ``FrozenLake-v1``; a module to import first goes before a colon."""
+    """Id for ``gymnasium.make``, such as ``FrozenLake-v1``, or ``MODULE:ID`` to import a module first."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Keyword arguments for ``gymnasium.make``."""
     actions: ClassVar[Mapping[str, int]] = {}
-    """Names of discrete actions. By default those of the environment: the enum ``actions``, as in MiniGrid,
-    or ``get_action_meanings()``, as in Atari; numbers where it has neither."""
+    """Names of discrete actions. By default the environment's names: the enum ``actions``, as in MiniGrid,
+    or ``get_action_meanings()``, as in Atari. Numbers if it has neither."""
 
     env: gymnasium.Env[Any, Any] | None = None
     _space: ClassVar[gymnasium.Space[Any]]
@@ -85,14 +85,14 @@ class GymnasiumTask(Environment):
             env.close()
 
     def render(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Return an observation as text for the model; override it for another text.
+        """Return an observation as text for the model. Override this method for another text.
 
-        The default is the environment's own rendering as text where it has one (``render_mode="ansi"``;
-        highlighted parts are put into brackets), followed by the observation as JSON.
+        The default is the environment's own text rendering, if it has one (``render_mode="ansi"``, with
+        highlighted parts in brackets), followed by the observation as JSON.
 
         Args:
-            observation: What ``reset`` or ``step`` returned.
-            info: The ``info`` beside it.
+            observation: The observation that ``reset`` or ``step`` returned.
+            info: The ``info`` of the same call.
         """
         assert self.env is not None
         shown: Any = self.env.render() if self.env.render_mode == "ansi" else None
@@ -101,7 +101,7 @@ class GymnasiumTask(Environment):
         return "\n".join([*[text] * bool(text), f"Observation: {observation_text(observation)}"])
 
     def reset(self, sample: TaskSample, rng: np.random.Generator) -> str:
-        """Make the environment and reset it with the seed of the sample."""
+        """Create the environment and reset it with the seed of the sample."""
         text = self._begin(sample.seed % SEEDS)
         return "\n\n".join(filter(None, (self.description(), text)))
 
@@ -111,7 +111,7 @@ class GymnasiumTask(Environment):
             self.env.close()
 
     def score(self) -> dict[str, float]:
-        """Return whether the episode was a success, by the rules that the class describes."""
+        """Return the metric ``success``, by the rules in the class's description."""
         assert self.env is not None
         for key in ("is_success", "success"):
             if key in self._info:
@@ -122,11 +122,11 @@ class GymnasiumTask(Environment):
         return {"success": float(self._terminated and self._reward > 0)}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the seed and the actions so far, from which ``restore`` gets the same state."""
+        """Return the seed and the actions so far. ``restore`` reaches the same state from them."""
         return {"seed": self._seed, "actions": self._played, "text": self._text}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Play the actions of a snapshot again. Raises RuntimeError if they lead to another observation."""
+        """Repeat the actions of a snapshot. Raises RuntimeError if they lead to another observation."""
         self._begin(state["seed"])
         for arguments in state["actions"]:
             self._play(arguments)
@@ -137,7 +137,7 @@ class GymnasiumTask(Environment):
 
     @classmethod
     def _make(cls) -> gymnasium.Env[Any, Any]:
-        """Make the environment, with its rendering as text where it has one and ``options`` ask for none."""
+        """Create the environment, with its text rendering if it has one and ``options`` set no other mode."""
         word = re.split(r"[-/]", cls.env_id)[0]
         if cls.env_id not in gymnasium.registry and word in PACKAGES:
             importlib.import_module(PACKAGES[word])
@@ -150,14 +150,14 @@ class GymnasiumTask(Environment):
 
     @classmethod
     def _define(cls, env: gymnasium.Env[Any, Any]) -> None:
-        """Set what follows from the environment: the tool, the description and the limit of turns."""
+        """Set the tool, the description and the limit of turns of the environment."""
         documentation = _sections(type(env.unwrapped).__doc__ or "")
         if cls.__doc__ is None:
             cls.__doc__ = "\n\n".join(
                 documentation[name] for name in ("", *SECTIONS) if name in documentation
             )
         if "max_turns" not in vars(cls):
-            own = getattr(env.unwrapped, "max_steps", None)  # as MiniGrid has it
+            own = getattr(env.unwrapped, "max_steps", None)  # as in MiniGrid
             limit = (env.spec and env.spec.max_episode_steps) or own
             cls.max_turns = limit if isinstance(limit, int) and limit > 0 else MAX_TURNS
         if env.spec and env.spec.nondeterministic:
@@ -196,11 +196,11 @@ def load(target: str) -> type[GymnasiumTask]:
     """Return the task of a target, without its scheme: ``[MODULE:]ID[?OPTIONS][#MODULE:FUNCTION]``.
 
     Args:
-        target: The id for ``gymnasium.make``; ``OPTIONS`` are its keyword arguments, whose values are JSON
-            or, where they are not, text: ``map_name=8x8&is_slippery=false``; the function replaces
+        target: The id for ``gymnasium.make``. ``OPTIONS`` are its keyword arguments, with values in JSON or
+            else text, such as ``map_name=8x8&is_slippery=false``. The function replaces
             ``GymnasiumTask.render``.
 
-    Raises TargetError, and DefinitionError where the environment cannot be made or has no text form.
+    Raises TargetError, or DefinitionError if the environment cannot be created or has no text form.
     """
     place, _, renderer = target.partition("#")
     env_id, _, query = place.partition("?")
@@ -226,7 +226,7 @@ def _task(env_id: str, query: str, renderer: str) -> type[GymnasiumTask]:
 
 
 def observation_text(observation: Any) -> str:
-    """Return an observation as JSON on one line; numbers have six significant digits."""
+    """Return an observation as JSON on one line. Numbers have six significant digits."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -258,7 +258,7 @@ def _step_tool(cls: type[GymnasiumTask], documentation: str) -> Any:
 
 
 def _action_names(env: gymnasium.Env[Any, Any]) -> dict[str, int]:
-    """Return the names that an environment gives its discrete actions."""
+    """Return the environment's own names of its discrete actions."""
     if not isinstance(env.action_space, gymnasium.spaces.Discrete):
         return {}
     valid = range(int(env.action_space.start), int(env.action_space.start + env.action_space.n))
@@ -270,7 +270,7 @@ def _action_names(env: gymnasium.Env[Any, Any]) -> dict[str, int]:
 
 
 def _sections(documentation: str) -> dict[str, str]:
-    """Return the text of an environment's documentation by the title of its sections, "" for the first."""
+    """Return the sections of an environment's documentation by title. The first section has the title ""."""
     parts = re.split(r"^ *##\s+(.+?)\s*$", documentation, flags=re.MULTILINE)
     pairs = zip(["", *parts[1::2]], map(inspect.cleandoc, parts[::2]), strict=True)
     return {title: text for title, text in pairs if text}
@@ -308,5 +308,5 @@ def _function(place: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise TargetError(f"there is no renderer {place!r}, written as module:function: {error}") from error
     if not callable(found):
-        raise TargetError(f"the renderer {place!r} is no function")
+        raise TargetError(f"the renderer {place!r} is not a function")
     return found

@@ -1,9 +1,9 @@
-"""The session of an exported Harbor task: a process of its container that only the tool ``task`` reaches.
+"""The session of an exported Harbor task: a process in its container that only the tool ``task`` reaches.
 
 ``python -I -m agentrl_env.bridges.harbor.container_session`` is the health check of the container. It runs as
 root, starts the process unless it runs, and succeeds once the episode has started. The process, the task's
-code, its sample and the record of its rewards belong to a user of their own. The model's commands run as
-another user.
+code, its sample and the record of its rewards belong to a separate user. The model's commands run as another
+user.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from agentrl_env.errors import AgentRLError
 from agentrl_env.types import FunctionCall, Message, SessionStatus, StepResult, ToolCall, ToolSpec
 
 FOLDER = Path("/opt/agentrl-task")
-"""Holds the sample; only the process may read it."""
+"""Folder of the sample, which only the process can read."""
 SOCKET = "/run/agentrl-task.sock"
 RECORD = Path("/var/lib/agentrl-task/reward.json")
-"""Reward and metrics so far, as a Harbor verifier reports them; missing where the environment has failed."""
+"""Reward and metrics so far, in the form of a Harbor verifier. Missing if the environment has failed."""
 USER = 65532
 MAX_LINE = 1 << 20
 READY_S, LEASE_S = 110.0, 7 * 86_400.0
 
 
 class Play:
-    """Plays one session, and records its rewards.
+    """Plays one session and records its rewards.
 
     Args:
         session: the session.
-        tools: those that are offered.
+        tools: the tools that are offered.
         record: file that is written after every step.
     """
 
@@ -51,7 +51,7 @@ class Play:
         self._write({})
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one line of a connection: a call of a tool, or ``{}`` for the opening."""
+        """Answer the single line of a connection, which is a tool call or ``{}`` for the opening."""
         try:
             call = json.loads(await reader.readline())
             if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
@@ -60,7 +60,7 @@ class Play:
                 answer = await self._play(call)
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
-        except (ConnectionError, ValueError):  # ValueError: the line is too long, or no JSON
+        except (ConnectionError, ValueError):  # ValueError: the line is too long or not JSON
             return
         finally:
             writer.close()
@@ -97,7 +97,7 @@ class Play:
 
 
 async def serve(listening: socket.socket, folder: Path = FOLDER, record: Path = RECORD) -> None:
-    """Open the session of the folder's sample, and answer the connections of a socket."""
+    """Open the session of the folder's sample and answer the connections of a socket."""
     sample = json.loads((folder / "sample.json").read_text())
     async with EnvClient.local(sample.pop("target"), oracle=False, lease_s=LEASE_S) as client:
         (task,) = (await client.tasks()).values()
@@ -109,13 +109,13 @@ async def serve(listening: socket.socket, folder: Path = FOLDER, record: Path = 
 
 
 def answers(path: str = SOCKET) -> bool:
-    """Return whether the process answers at its socket."""
+    """Return True if the process answers at its socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 
 
 def start() -> bool:
-    """Start the process unless it runs; return whether it answers."""
+    """Start the process unless it runs. Return True if it answers."""
     if answers():
         return True
     RECORD.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def run() -> None:
 
 
 def text_of(messages: tuple[Message, ...]) -> str:
-    """Return the contents of messages as one text."""
+    """Join the contents of messages to one text."""
     parts = [message.content for message in messages]
     return "\n\n".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
 

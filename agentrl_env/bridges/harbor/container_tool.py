@@ -16,7 +16,7 @@ SOCKET = "/run/agentrl-task.sock"
 
 
 def main() -> int:
-    """Make the call of the command line; return the exit status."""
+    """Make the call of the command line and return the exit status."""
     name, *given = sys.argv[1:] or [""]
     if name in ("-h", "--help") or len(given) > 1:
         print(__doc__, end="")

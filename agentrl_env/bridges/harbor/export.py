@@ -28,7 +28,7 @@ from agentrl_env.types import Message, SessionInfo, TaskInfo, ToolSpec
 AGENT = "agent"
 _AGENT_ID = 65531
 _STEP_S = 60.0
-"""Seconds of the agent's time for each turn of the task."""
+"""Seconds of the agent's time limit for each turn of the task."""
 _INSTRUCTION = """{opening}
 
 ## How to act
@@ -90,7 +90,7 @@ WORKDIR /home/{user}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """One folder, and the reward of its solution; None without one."""
+    """One folder, and the reward of its solution, which is None without a solution."""
 
     folder: Path
     oracle: float | None
@@ -110,12 +110,12 @@ async def export(
 
     Args:
         target: a folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``.
-        out: folder that is made where it is missing; a task folder in it that exists is an error.
-        split: the samples' split.
-        count: their number, or less where the split ends.
+        out: output folder, which is created if it is missing. Existing task folders in it are an error.
+        split: split of the samples.
+        count: number of samples, or less if the split is smaller.
         base: the base image, with Python 3.11 or newer.
         requirements: additional pip requirements.
-        wheelhouse: folder with every required wheel, which are copied, for builds without a package index.
+        wheelhouse: folder with every required wheel, which are copied, for builds without an index.
 
     Raises TargetError, LaunchError, WireError.
     """
@@ -133,7 +133,7 @@ async def export(
         for index in range(count if number is None else min(count, number)):
             folder = out / f"{_slug(task.name)}-{_slug(split)}-{index:04}"
             if folder.exists():
-                raise LaunchError(f"{folder} is there already; choose another --output, or remove it")
+                raise LaunchError(f"{folder} already exists; choose another --output, or remove it")
             async with await client.open(task.name, split=split, index=index) as session:
                 info = session.info
                 moves, reward = await _oracle(session)
@@ -144,7 +144,7 @@ async def export(
 
 
 async def _oracle(session: ClientSession) -> tuple[list[tuple[str, str]], float | None]:
-    """Play the expert's calls, each as a turn of its own; return them, and the reward. None without one."""
+    """Play the expert's calls, one per turn. Return them and the reward, which is None without an expert."""
     moves, reward = [], 0.0
     while not session.status.final:
         try:
@@ -192,7 +192,7 @@ def _write(
 
 
 def _write_image(folder: Path, context: BuildContext, archive: io.BytesIO, info: SessionInfo) -> None:
-    """Write the build context: that of the task's own image, the sample, and the tool."""
+    """Write the build context: the context of the task's own image, the sample and the tool."""
     archive.seek(0)
     with tarfile.open(fileobj=archive) as tar:
         tar.extractall(folder, filter="data")

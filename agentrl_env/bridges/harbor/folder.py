@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verifier.environment_mode": ("shared",),
     "environment.os": ("linux",),
 }
-"""Keys that are followed only with these values."""
+"""Keys that are supported only with these values."""
 UNSUPPORTED = {
     "steps": "several steps",
     "artifacts": "files that are handed over to the tests",
@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "verifier.environment": "an environment of its own for the tests",
     "verifier.environment_mode": "an environment of its own for the tests",
 }
-"""What each unsupported key asks for, named in the log when its task is omitted."""
+"""The meaning of each unsupported key, for the log message about an omitted task."""
 FILES = {
     "environment/docker-compose.yaml": "several containers",
     "environment/docker-compose.yml": "several containers",
@@ -56,17 +56,17 @@ FILES = {
     "tests/docker-compose.yaml": "several containers",
     "tests/docker-compose.yml": "several containers",
 }
-"""Files of a folder that are not followed, and their meaning."""
+"""Unsupported files of a folder, and their meaning."""
 NETWORKS = {None: None, "public": True, "no-network": False}
 """Network modes of ``task.toml``."""
 SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
-"""Arguments that run the text after them in bash, where the machine has it."""
+"""Arguments that run the following text in bash, or in sh if the machine has no bash."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthCheck:
-    """A command that is run, as root, until it succeeds before the model may begin; times are in seconds."""
+    """A command that runs as root until it succeeds, before the model starts. Times are in seconds."""
 
     command: str
     interval: float = 5.0
@@ -86,7 +86,7 @@ class HealthCheck:
 
     @property
     def seconds(self) -> float:
-        """The longest that it may take."""
+        """Maximum total duration of the check."""
         return self.start_period + self.retries * (self.interval + self.timeout)
 
     def pass_on(self, box: Sandbox, **options: Any) -> None:
@@ -101,7 +101,7 @@ class HealthCheck:
 
 
 class Unusable(Exception):
-    """A task folder cannot be served; the message is the reason."""
+    """A task folder cannot be served. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class HarborTask:
     folder: Path
     instruction: str
     image: str | None
-    """A container image by name; None where ``environment/`` has a Dockerfile, or no image is needed."""
+    """Name of a container image. None if ``environment/`` has a Dockerfile or no image is needed."""
     agent_s: float = 600.0
     verifier_s: float = 600.0
     build_s: float = 600.0
@@ -120,15 +120,15 @@ class HarborTask:
     memory: int = 2 << 30
     disk: int = 10 << 30
     network: bool = True
-    """True if the model's commands may reach a network."""
+    """True if the model's commands can reach a network."""
     verifier_network: bool = True
-    """True if the tests may."""
+    """True if the tests can reach a network."""
     workdir: str | None = None
-    """Working folder of every command; None uses the one of the image."""
+    """Working folder of every command. None uses the image's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command."""
     user: str | None = None
-    """User of the model's commands; None for root."""
+    """User of the model's commands. None for root."""
     check: HealthCheck | None = None
     verifier_env: Mapping[str, str] = field(default_factory=dict)
     solution_env: Mapping[str, str] = field(default_factory=dict)
@@ -234,7 +234,7 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _unsupported(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key that is set and not followed, with its value. Empty values mean that it is not set."""
+    """Yield each unsupported key that is set, with its value. Empty values count as not set."""
     for name, value in settings.items():
         key = f"{section}.{name}" if section else name
         if key in SECTIONS and isinstance(value, Mapping):
@@ -259,7 +259,7 @@ def _folder(settings: Mapping[str, Any], key: str) -> str | None:
 
 
 def _network(settings: Mapping[str, Any], section: str, default: bool) -> bool:
-    """Return whether a section's commands may reach a network. Raises ValueError."""
+    """Return True if a section's commands can reach a network. Raises ValueError."""
     mode = _get(settings, f"{section}.network_mode")
     if mode not in NETWORKS:
         raise ValueError(f"{section}.network_mode = {mode!r} is not supported")
@@ -284,7 +284,7 @@ def _size(settings: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _variables(settings: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return environment variables; ``${NAME}`` is replaced from this process, ``${NAME:-else}`` too."""
+    """Return environment variables. ``${NAME}`` and ``${NAME:-else}`` are replaced from this process."""
 
     def replaced(found: re.Match[str]) -> str:
         value = os.environ.get(found[1], found[2])

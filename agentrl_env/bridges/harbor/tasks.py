@@ -2,8 +2,8 @@
 
 A task folder has ``task.toml``, ``instruction.md``, ``environment/`` (a Dockerfile, or the files of the
 working folder), ``tests/test.sh`` and, as the oracle, ``solution/solve.sh``. The model works in a container
-of the task's image, as root, with a shell. Its files are then copied into another container, where the
-task's own tests give the reward. A folder without an image is served in bubblewrap instead.
+of the task's image, as root, with a shell. Its files are then copied into another container, in which the
+task's own tests compute the reward. A folder without an image is served in bubblewrap instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from agentrl_env.types import TaskSample, ToolCall
 
 logger = logging.getLogger("agentrl_env")
 SPLITS = ("train", "validation", "test")
-"""Folders below DIR that are splits; without any, all tasks are the split "train"."""
+"""Folders below DIR that are splits. Without them, all tasks are in the split "train"."""
 DEPTH = 6
-"""Levels below DIR in which task folders are looked for."""
+"""Number of levels below DIR that are searched for task folders."""
 COMMAND_S = 180.0
-"""Seconds a command may take unless the model asks for another limit."""
+"""Maximum seconds of a command, unless the model sets another limit."""
 GRADING_S = 60.0
-"""Seconds for opening and copying containers, beyond the limits of the task."""
+"""Seconds for opening and copying containers, in addition to the limits of the task."""
 MAX_OUTPUT = 16_384
 PIDS = 512
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
@@ -48,7 +48,7 @@ _builds = threading.Lock()
 
 
 class NoReward(Exception):
-    """The tests of a task ended without a reward; the message is the reason, and the end of their output."""
+    """The tests of a task ended without a reward. The message has the reason and the end of their output."""
 
 
 class HarborTasks(Environment):
@@ -58,7 +58,7 @@ class HarborTasks(Environment):
     tasks: ClassVar[Mapping[str, Mapping[str, HarborTask]]] = {}
     """Split -> name -> task."""
     network: ClassVar[bool] = True
-    """False denies the model's commands every network. The tests have what their task asks for."""
+    """False denies the model's commands all networks. The tests have the network that their task requests."""
 
     box: Sandbox | None = None
 
@@ -68,7 +68,7 @@ class HarborTasks(Environment):
         return [{"task": name} for name in cls.tasks[split]]
 
     def open_box(self, task: HarborTask) -> Sandbox:
-        """Open the machine of a task; override it for machines elsewhere. The sandbox needs ``copy``."""
+        """Open the machine of a task. Override it for remote machines. The sandbox needs ``copy``."""
         network = task.network and self.network
         if not task.needs_image:
             memory = max(task.memory, 2 * OVERHEAD)
@@ -82,7 +82,7 @@ class HarborTasks(Environment):
         return open_sandbox(cpus=task.cpus, pids=PIDS, timeout=COMMAND_S, max_output=MAX_OUTPUT, **options)
 
     def reset(self, sample: TaskSample, rng: np.random.Generator) -> str:
-        """Build the image where it is missing, and start the machine."""
+        """Build the image if it is missing and start the machine."""
         name = sample.data["task"]
         self.task = next(tasks[name] for tasks in self.tasks.values() if name in tasks)
         self.ran: set[str] = set()
@@ -99,7 +99,7 @@ class HarborTasks(Environment):
                 if made.code != 0:
                     raise SandboxFailed(f"environment.workdir {task.workdir} cannot be made: {made.text}")
             if task.user is not None:
-                box.run("mkdir -p /solution && chmod 777 /solution")  # where the oracle writes
+                box.run("mkdir -p /solution && chmod 777 /solution")  # the oracle writes there
             if task.check is not None:
                 task.check.pass_on(box, **task.options)
         except BaseException:
@@ -133,7 +133,7 @@ class HarborTasks(Environment):
         return self._graded("The task has been graded.")
 
     def respond(self, text: str) -> Done:
-        """Grade where the model answers without a call."""
+        """Grade if the model answers without a call."""
         return self._graded("The task has been graded.")
 
     def score(self) -> dict[str, float]:
@@ -157,7 +157,7 @@ class HarborTasks(Environment):
         try:
             reward, self.metrics = grade(self.task, self.box)
         except NoReward:
-            # Infrastructure fails the tests of an untouched machine, too; that is no reward.
+            # An infrastructure failure also fails the tests of an untouched machine. This is not a reward.
             with self._ready_box(self.task) as untouched:
                 try:
                     grade(self.task, untouched)
@@ -171,10 +171,9 @@ class HarborTasks(Environment):
 
 
 def load(target: str) -> type[HarborTasks]:
-    """Return the class that serves a folder; ``DIR?max_turns=50&network=false`` changes two settings.
+    """Return the class that serves a folder. ``DIR?max_turns=50&network=false`` changes two settings.
 
-    Raises TargetError where there is no usable task, with the reasons. Tasks that are not supported are left
-    out, and logged.
+    Raises TargetError, with the reasons, if no task is usable. Unsupported tasks are omitted and logged.
     """
     place, _, query = target.partition("?")
     root = Path(place).expanduser()
@@ -215,7 +214,7 @@ def load(target: str) -> type[HarborTasks]:
 
 
 def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
-    """Return the tasks at or below a folder by name, in alphabetical order, and why others are left out."""
+    """Return the tasks at or below a folder by name, sorted, and the reasons for omitted tasks."""
     tasks: dict[str, HarborTask] = {}
     reasons = []
     found = [root / "task.toml"] if (root / "task.toml").is_file() else []
@@ -233,13 +232,13 @@ def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
 
 
 def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
-    """Return the reward that the task's tests give to a machine's files, and their other numbers.
+    """Return the reward of the task's tests for a machine's files, and their other numbers.
 
-    The tests run in a copy without the processes of the machine, which they leave unchanged. Raises NoReward
-    and SandboxFailed.
+    The tests run in a copy of the machine without its processes, so the machine does not change. Raises
+    NoReward and SandboxFailed.
     """
     if not box.alive:
-        box.run("true")  # raises where it was not ended by its own commands
+        box.run("true")  # raises unless its own commands ended it
         return 0.0, {"machine_ended": 1.0}
     with box.copy(network=task.verifier_network) as judge:
         judge.run("rm -rf /tests /logs /solution")
@@ -263,11 +262,11 @@ def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
 
 
 def rewards(text: bytes, scalar: bytes | None = None) -> tuple[float, dict[str, float]]:
-    """Return the reward of a file, and its other numbers.
+    """Return the reward in a file and its other numbers.
 
     Args:
         text: a number, or an object with "reward" or with one number. Other values of the object, such as
-            null, are passed over.
+            null, are ignored.
         scalar: content of ``reward.txt``, if there is one: the reward of an object without "reward".
 
     Raises ValueError if there is no reward.
@@ -296,9 +295,9 @@ def _content(box: Sandbox, path: str) -> bytes | None:
 
 
 def built_image(task: HarborTask) -> str:
-    """Return the name of the image of a task's Dockerfile; build it where the daemon does not have it.
+    """Return the name of the image of a task's Dockerfile. Build the image if the daemon does not have it.
 
-    The name holds a hash of the folder, so that a changed task has another image. Raises SandboxFailed.
+    The name contains a hash of the folder, so that a changed task has another image. Raises SandboxFailed.
     """
     import docker
 

@@ -1,12 +1,12 @@
 """An OpenEnv server as a task: ``agentrl-env serve openenv+http://host:8000``.
 
-Each session has a WebSocket of its own, with one request at a time: OpenEnv's protocol has no ids that match
-answers to requests. A socket whose answer was given up is closed, so that a late answer never reaches a later
-step, and the session fails. At startup two episodes with the same seed are compared; a server that ignores
-seeds is reported in the log, and by the metric ``seed_ignored`` of every episode.
+Each session has its own WebSocket with one request at a time, because OpenEnv's protocol has no ids that
+match answers to requests. After a timeout, the socket is closed and the session fails, so that a late answer
+never reaches a later step. At startup two episodes with the same seed are compared. A server that ignores
+seeds is reported in the log and by the metric ``seed_ignored`` of every episode.
 
-Options follow the address: ``openenv+http://host:8000#name=chess&max_turns=40``. In place of an address,
-``openenv+docker:IMAGE`` names an image: its server runs in a container, which ends with the task.
+Options follow the address: ``openenv+http://host:8000#name=chess&max_turns=40``. Instead of an address,
+``openenv+docker:IMAGE`` names an image. Its server runs in a container that ends with the task.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from agentrl_env.types import TaskSample
 logger = logging.getLogger("agentrl_env")
 
 TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}
-"""Titles of action schemas of environments whose actions are calls of tools."""
+"""Titles of the action schemas of environments with tool calls as actions."""
 LOAD_S, CONNECT_S = 30.0, 10.0
 START_S = 300.0
-"""Seconds until the server of an image must answer."""
+"""Seconds within which the server of an image must answer."""
 MAX_BYTES = 100 * 1024 * 1024
 RETRY_S = (0.1, 2.0)
 """Shortest and longest pause before another attempt at a server without room."""
 ENVELOPE = {"done", "reward", "metadata"}
 """Fields of an observation that the model does not see."""
 OPTIONS = {"name": str, "max_turns": int, "tool_timeout": float}
-"""Options of a target, which set the attributes of the class."""
+"""Options of a target. They set attributes of the class."""
 IMAGE = "docker:"
 IMAGE_OPTIONS = {"memory": str, "cpus": float}
-"""Further options of an image: the limits of its container."""
+"""Additional options of an image, for the limits of its container."""
 
 
 def load(address: str) -> type[OpenEnvTask]:
-    """Return the class of the environment at an address, or of an image. Raises TargetError, LaunchError."""
+    """Return the class of the environment at an address or in an image. Raises TargetError, LaunchError."""
     url, fragment = urldefrag(address)
     known: dict[str, Any] = {**OPTIONS, **(IMAGE_OPTIONS if url.startswith(IMAGE) else {})}
     options: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def load(address: str) -> type[OpenEnvTask]:
     except ValueError as error:
         raise TargetError(f"openenv: {error}") from error
     service = DockerService(url.removeprefix(IMAGE), limits=limits, start_timeout=START_S)
-    options["reset_timeout"] = START_S + LOAD_S  # ``startup`` may start it again
+    options["reset_timeout"] = START_S + LOAD_S  # because ``startup`` might start it again
     try:
         return openenv_task(service.start().url, service=service, **options)
     except BaseException:
@@ -84,9 +84,9 @@ def openenv_task(url: str, **attributes: Any) -> type[OpenEnvTask]:
 
     Args:
         url: address of the server.
-        attributes: of the class, such as ``name``, ``max_turns`` or ``headers``.
+        attributes: attributes of the class, such as ``name``, ``max_turns`` or ``headers``.
 
-    Raises TargetError where no OpenEnv server answers.
+    Raises TargetError if no OpenEnv server answers.
     """
     url = url.rstrip("/")
     loop = LoopThread()
@@ -142,7 +142,7 @@ async def _get(http: httpx.AsyncClient, path: str) -> Any:
 
 
 async def _splits(http: httpx.AsyncClient) -> dict[str, int]:
-    """Return the sizes of the splits of a server with OpenEnv's task API; none of another one."""
+    """Return the sizes of the splits of a server with OpenEnv's task API, or nothing without this API."""
     names = await http.get("/list_environments")
     if not names.is_success or not names.json():
         return {}
@@ -156,31 +156,31 @@ async def _splits(http: httpx.AsyncClient) -> dict[str, int]:
 
 
 class OpenEnvTask(Environment):
-    """The episodes of an OpenEnv server; ``openenv_task`` makes a class for each server."""
+    """The episodes of an OpenEnv server. ``openenv_task`` makes a class for each server."""
 
     max_turns = 100
     url: ClassVar[str] = ""
     headers: ClassVar[dict[str, str]] = {}
-    """Sent with every request, such as an authorization."""
+    """Headers of every request, such as an authorization."""
     direct: ClassVar[bool] = False
     """True if the only tool takes the fields of an action."""
     sizes: ClassVar[dict[str, int]] = {}
-    """Number of tasks of each split; empty where the server has no task API."""
+    """Number of tasks of each split. Empty if the server has no task API."""
     service: ClassVar[DockerService | None] = None
-    """Container of the server; None for one that runs elsewhere."""
+    """Container of the server. None if the server runs elsewhere."""
     users: ClassVar[int] = 0
     """Number of pools that use the container."""
     seed_ignored: ClassVar[bool] = False
-    """True if two episodes with the same seed began differently."""
+    """True if two episodes with the same seed started differently."""
 
     @classmethod
     def samples(cls, split: str) -> Any:
-        """Return a sample for each task of the server; endless ones where it lists none."""
+        """Return a sample for each task of the server, or endless samples if it lists no tasks."""
         return [{} for _ in range(cls.sizes[split])] if cls.sizes else super().samples(split)
 
     @classmethod
     async def startup(cls) -> None:
-        """Start the container; begin two episodes with one seed, and report a server that ignores it."""
+        """Start the container. Start two episodes with one seed, and report a server that ignores it."""
         cls.users += 1
         if cls.service is not None:
             cls.url = (await asyncio.to_thread(cls.service.start)).url
@@ -206,7 +206,7 @@ class OpenEnvTask(Environment):
             await socket.close()
 
     async def reset(self, sample: TaskSample, rng: Any) -> str:
-        """Begin an episode with the seed of the sample, and its data as arguments."""
+        """Start an episode with the seed of the sample and its data as arguments."""
         self.socket = OpenEnvSocket(self.url, self.headers)
         choice: dict[str, Any] = {"seed": sample.seed % 2**31, **sample.data}
         if self.sizes:
@@ -234,7 +234,7 @@ class OpenEnvTask(Environment):
         return _text(next(iter(shown.values())) if len(shown) == 1 else shown)
 
     def score(self) -> dict[str, float]:
-        """Return whether the server ignores seeds."""
+        """Return the metric ``seed_ignored``."""
         return {"seed_ignored": 1.0} if self.seed_ignored else {}
 
     async def close(self) -> None:
@@ -248,7 +248,7 @@ class OpenEnvSocket:
 
     Args:
         url: address of the server.
-        headers: of the handshake.
+        headers: headers of the handshake.
     """
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
@@ -260,10 +260,10 @@ class OpenEnvSocket:
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the data of its answer.
 
-        Any failure closes the socket for good: the answer may still come. While the server has no room, the
-        first request is repeated.
+        Any failure closes the socket permanently, because the answer might still arrive. While the server
+        has no room, the first request is repeated.
 
-        Raises ConnectionError where the server sends an error or is gone.
+        Raises ConnectionError if the server sends an error or is gone.
         """
         pause = RETRY_S[0]
         while True:
@@ -276,7 +276,7 @@ class OpenEnvSocket:
                     raise
                 await asyncio.sleep(pause * random.SystemRandom().uniform(0.5, 1.0))
                 pause = min(2 * pause, RETRY_S[1])
-            except _Refused as error:  # the session goes on
+            except _Refused as error:  # the session continues
                 raise ToolError(str(error)) from error
             except BaseException:
                 self._closed = True
@@ -293,7 +293,7 @@ class OpenEnvSocket:
                 open_timeout=CONNECT_S,
                 close_timeout=1.0,
                 max_size=MAX_BYTES,
-                ping_interval=None,  # tunnels drop pings, and a long step answers none
+                ping_interval=None,  # tunnels drop pings, and a long step does not answer them
             )
         with suppress(WebSocketException):  # a server without room has sent its reason, and closed the socket
             await self._socket.send(json.dumps({"type": kind, "data": data}))
@@ -309,7 +309,7 @@ class OpenEnvSocket:
         raise ConnectionError(f"the OpenEnv server answered {code}: {message}")
 
     async def close(self) -> None:
-        """Close the socket; idempotent."""
+        """Close the socket. Idempotent."""
         self._closed = True
         await self._drop()
 

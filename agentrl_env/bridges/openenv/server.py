@@ -1,8 +1,8 @@
 """A task as an OpenEnv server at ``/openenv/TASK``, for the clients of ``openenv`` 0.10.
 
-A WebSocket ``/openenv/TASK/ws`` plays one episode after another: ``reset`` opens a session with the choice of
-its keyword arguments, the end of the socket closes it. ``POST /openenv/TASK/mcp`` holds the sessions of
-``MCPToolClient``, to which a socket attaches by ``?session_id=``.
+A WebSocket ``/openenv/TASK/ws`` plays one episode after another. ``reset`` opens a session with its keyword
+arguments, and the end of the socket closes the session. ``POST /openenv/TASK/mcp`` keeps the sessions of
+``MCPToolClient``, to which a socket attaches with ``?session_id=``.
 
 An action is ``{"type": "call_tool", "tool_name", "arguments"}``, ``{"type": "list_tools"}``, or
 ``{"message": {...}}`` with a whole assistant message in OpenAI format.
@@ -43,7 +43,7 @@ from agentrl_env.types import Message, StepResult, ToolSpec
 logger = logging.getLogger("agentrl_env")
 
 MAX_SESSIONS = 10_000
-"""Sessions of ``POST /mcp`` that are kept; beyond that the one that was used least recently is closed."""
+"""Maximum number of sessions of ``POST /mcp``. The least recently used session is closed first."""
 STATELESS = (
     "OpenEnv's HTTP reset and step make a new environment for each request, which no episode survives; use "
     "its WebSocket clients: GenericEnvClient or MCPToolClient"
@@ -58,7 +58,7 @@ ACTION = {
     },
     "required": ["tool_name"],
 }
-"""Clients recognize an environment of tools by the title."""
+"""Schema of actions. Clients recognize an environment with tools by the title."""
 OBSERVATION = {
     "title": "CallToolObservation",
     "type": "object",
@@ -113,12 +113,12 @@ class OpenEnvFacade:
         """Players of ``POST /mcp`` by session id."""
 
     async def health(self, request: Request) -> Response:
-        """Answer that the task is served."""
+        """Report that the task is served."""
         await self._info(request)
         return JSONResponse({"status": "healthy"})
 
     async def metadata(self, request: Request) -> Response:
-        """Return name and description of the task."""
+        """Return the name and description of the task."""
         info = await self._info(request)
         return JSONResponse({"name": info.name, "description": info.description, "version": VERSION})
 
@@ -141,7 +141,7 @@ class OpenEnvFacade:
         return JSONResponse([{"name": name, "type": _kind(name)} for name in names])
 
     async def num_tasks(self, request: Request) -> Response:
-        """Return the number of samples of a split. Raises NotSupported where it is endless."""
+        """Return the number of samples of a split. Raises NotSupported if it is endless."""
         _, number = await self._split(request)
         if number is None:
             raise NotSupported("this split is endless; reset with any index or seed")
@@ -190,7 +190,7 @@ class OpenEnvFacade:
         return JSONResponse(await self._rpc(_json(body), request.path_params["task"]))
 
     async def _answer_frame(self, player: Player, text: str) -> str | None:
-        """Return the answer to a frame; None where it ends the socket."""
+        """Return the answer to a frame, or None if the frame ends the socket."""
         try:
             async with self._api.receiving(text, caller.get()):
                 return await self._answer(player, _json(text.encode()))
@@ -294,13 +294,13 @@ class Player:
     def __init__(self, api: Api, task: str) -> None:
         self.task = task
         self.agent = caller.get().session_id
-        """Session of the agent token that it plays with; None for the operator's."""
+        """Session of the player's agent token. None for the operator token."""
         self._api = api
         self._episode: Episode | None = None
         self._episode_id: str | None = None
 
     async def reset(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode; return its opening. Raises WireError."""
+        """Start an episode and return its opening. Raises WireError."""
         given = {name: value for name, value in choice.items() if value is not None}
         episode_id = given.pop("episode_id", None)
         unknown = sorted(set(given) - set(CHOICE))
@@ -318,7 +318,7 @@ class Player:
         return _observation({"messages": [one.wire() for one in info.messages]}, 0.0, False, metadata)
 
     async def begun(self) -> Episode:
-        """Return the episode, begun if there is none. Raises WireError."""
+        """Return the episode. Start one if there is none. Raises WireError."""
         if self._episode is None:
             self._episode = await Episode.open(self._api, self.task, {})
             self._episode_id = self._episode.session_id
@@ -359,7 +359,7 @@ class Player:
         return {"episode_id": self._episode_id, "step_count": episode.turn or 0, "status": episode.status}
 
     async def close(self) -> None:
-        """End the episode; idempotent."""
+        """End the episode. Idempotent."""
         episode, self._episode = self._episode, None
         if episode is not None:
             await episode.close()

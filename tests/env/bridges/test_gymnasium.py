@@ -192,7 +192,7 @@ def test_rendering_may_be_a_stream_or_nothing():
         ("gym:no_such_module:X-v0", "No module named 'no_such_module'"),
         ("gym:?a=1", "name an environment"),
         ("gym:CartPole-v1#nothing", "there is no renderer 'nothing'"),
-        ("gym:CartPole-v1#math:pi", "is no function"),
+        ("gym:CartPole-v1#math:pi", "is not a function"),
         (f"gym:{TOY}:Graph-v0", "has no JSON form"),
         (f"gym:{TOY}:Numbered-v0", "the key 0 is no text"),
         (f"gym:{TOY}:Huge-v0", "1,000 numbers"),
