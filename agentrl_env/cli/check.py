@@ -51,24 +51,24 @@ class CheckSettings:
     token_file: ClientTokenFile = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
     deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The time that a check may take, or a policy on a split.")
+        float, typer.Option(metavar="SECONDS", help="The time limit of a check, or of a policy on a split.")
     ] = 60.0
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")] = (
         False
     )
     quality: Annotated[
-        bool, quality_option("--quality", help="Measure what makes a task worth training on instead.")
+        bool, quality_option("--quality", help="Measure the quality of the tasks for training instead.")
     ] = False
-    samples: Annotated[int, quality_option(min=1, metavar="N", help="The samples of each split.")] = 40
+    samples: Annotated[int, quality_option(min=1, metavar="N", help="The samples per split.")] = 40
     split: Annotated[list[str] | None, quality_option(help="A split; repeatable.", show_default="all")] = None
     hold: Annotated[
-        int, quality_option(min=0, metavar="N", help="The sessions to hold at once; 0 starts no server.")
+        int, quality_option(min=0, metavar="N", help="The number of sessions to hold; 0 starts no server.")
     ] = 64
     resume: Annotated[
         Path | None,
         quality_option(
             metavar="FILE",
-            help="Append each target's figures to a file, and measure no target that is in it.",
+            help="Append each target's figures to a file, and skip targets that are already in it.",
         ),
     ] = None
     model_url: Annotated[

@@ -69,26 +69,26 @@ class EvalSettings:
     body: Annotated[
         list[str] | None,
         endpoint_option(
-            metavar="KEY=JSON", help="A further field of each request: max_tokens=512. Repeatable."
+            metavar="KEY=JSON", help="An additional field of each request: max_tokens=512. Repeatable."
         ),
     ] = None
     header: Annotated[
         list[str] | None,
         endpoint_option(
             metavar="'NAME: VALUE'",
-            help="A further header of each request, with $VARIABLE of the environment. Repeatable.",
+            help="An additional header of each request, with $VARIABLE of the environment. Repeatable.",
         ),
     ] = None
     send_seed: Annotated[
         bool,
-        endpoint_option("--send-seed", help="Send the seed of each episode, where the endpoint knows one."),
+        endpoint_option("--send-seed", help="Send the seed of each episode, for endpoints that use it."),
     ] = False
     model_timeout: Annotated[
         float, endpoint_option(metavar="SECONDS", help="The time for one completion.")
     ] = 600.0
     requests_per_minute: Annotated[
         float | None,
-        endpoint_option(min=0.001, metavar="N", help="The most requests that begin in a minute."),
+        endpoint_option(min=0.001, metavar="N", help="The maximum number of requests per minute."),
     ] = None
     replay: Annotated[
         Path | None,
@@ -98,18 +98,18 @@ class EvalSettings:
     ] = None
     split: Annotated[str, episodes_option(help="The split of the dataset.")] = "test"
     samples: Annotated[
-        int, episodes_option(min=1, metavar="N", help="The samples, drawn where the split has more.")
+        int, episodes_option(min=1, metavar="N", help="The number of samples, drawn at random.")
     ] = 100
     index: Annotated[
         list[str] | None, episodes_option("--index", metavar="INDEX", help="A sample; repeatable.")
     ] = None
-    attempts: Annotated[int, episodes_option(min=1, metavar="K", help="The attempts at each sample.")] = 1
+    attempts: Annotated[int, episodes_option(min=1, metavar="K", help="The attempts per sample.")] = 1
     seed: Annotated[int, episodes_option(min=0, help="The seed of the samples and of --send-seed.")] = 0
     concurrency: Annotated[
-        int, episodes_option(min=1, metavar="N", help="The episodes at the same time.")
+        int, episodes_option(min=1, metavar="N", help="The number of concurrent episodes.")
     ] = 16
     retries: Annotated[
-        int, episodes_option(min=0, metavar="N", help="How often an episode that failed is begun again.")
+        int, episodes_option(min=0, metavar="N", help="How often a failed episode is repeated.")
     ] = 2
     step_timeout: Annotated[
         float, episodes_option(metavar="SECONDS", help="The time for one call of the task's server.")
@@ -125,13 +125,13 @@ class EvalSettings:
         ),
     ] = None
     price_input: Annotated[
-        float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens of prompts.")
+        float | None, results_option(min=0, metavar="PRICE", help="The price of a million prompt tokens.")
     ] = None
     price_output: Annotated[
-        float | None, results_option(min=0, metavar="PRICE", help="The price of a million tokens written.")
+        float | None, results_option(min=0, metavar="PRICE", help="The price of a million written tokens.")
     ] = None
     transcripts: Annotated[
-        int, results_option(min=0, metavar="N", help="The most episodes in the report.")
+        int, results_option(min=0, metavar="N", help="The maximum number of episodes in the report.")
     ] = 200
     token: Token = None
     token_file: ClientTokenFile = None
@@ -184,9 +184,7 @@ def _source(settings: EvalSettings) -> EvaluationRun | dict[str, Any]:
     if settings.replay is not None:
         endpoint = (settings.base_url, settings.model, settings.api_key_env, settings.api_key_file)
         if any(option is not None for option in endpoint):
-            raise AgentRLError(
-                "--replay plays without an endpoint; leave out --base-url, --model and the key"
-            )
+            raise AgentRLError("--replay plays without an endpoint; omit --base-url, --model and the key")
         return read_run(settings.replay)
     if settings.base_url is None or settings.model is None:
         raise AgentRLError("give --base-url and --model, or --replay with the folder of an evaluation")
@@ -312,7 +310,7 @@ def _finish(run: EvaluationRun, folder: Path, settings: EvalSettings) -> None:
         print(f"report: {report}")
     if summary.failed:
         print(
-            f"{summary.failed} of {summary.planned} episodes failed, which is no result; "
+            f"{summary.failed} of {summary.planned} episodes failed and have no result; "
             "the same command plays them again",
             file=sys.stderr,
         )
@@ -370,7 +368,7 @@ def _print_comparison(found: Comparison) -> None:
     table.add_row("better samples", str(found.worse), str(found.better), f"p = {found.p_value:.3g}")
     Console().print(table)
     if found.left_out:
-        print(f"{found.left_out} samples have a result in one evaluation only and are left out.")
+        print(f"{found.left_out} samples have a result in only one evaluation and are omitted.")
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:

@@ -65,14 +65,14 @@ class ServeSettings(options.ProcessOptions):
         float,
         sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
     ] = 30.0
-    oracle: Annotated[bool, sessions_option("--oracle", help="Let clients ask the task's expert.")] = False
+    oracle: Annotated[bool, sessions_option("--oracle", help="Let clients call the task's expert.")] = False
     stuck_after: Annotated[
         float,
         sessions_option(
             min=0,
             metavar="SECONDS",
-            help="Kill a process where its event loop has not run for this long; 0 never does. "
-            "--workers and up start another.",
+            help="Kill a process if its event loop has not run for this long. 0 disables this. "
+            "--workers and up then start another process.",
         ),
     ] = STUCK_S
     token: options.ServerToken = None
@@ -87,9 +87,9 @@ class ServeSettings(options.ProcessOptions):
         list[str] | None,
         fleet_option(
             metavar="URL",
-            help="Connect to this controller; the token may then be the one that controller "
-            "--print-link-token prints. Repeat it for each controller of the fleet. "
-            "With --host none the server is reachable only through them.",
+            help="Connect to this controller. The output of controller --print-link-token is enough as "
+            "the token. Repeat it for each controller of the fleet. With --host none the server is "
+            "reachable only through its controllers.",
         ),
     ] = None
     resume: Annotated[
@@ -131,7 +131,7 @@ class ControllerSettings(options.ProcessOptions):
         bool,
         security_option(
             "--print-link-token",
-            help="Print the token that lets servers connect and permits nothing else, and exit.",
+            help="Print the token that only allows servers to connect, and exit.",
         ),
     ] = False
     print_metrics_token: options.PrintMetricsToken = False
@@ -145,7 +145,8 @@ class ControllerSettings(options.ProcessOptions):
         "fleet"
     )
     lost_after: Annotated[
-        float, fleet_option(min=1, metavar="SECONDS", help="The silence after which a server counts as dead.")
+        float,
+        fleet_option(min=1, metavar="SECONDS", help="The silence after which a server is lost."),
     ] = 5.0
     resume: Annotated[
         bool,
@@ -309,7 +310,7 @@ def token(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's or controller's URL.")],
     sessions: Annotated[list[str], typer.Argument(metavar="SESSION...", help="Ids of open sessions.")],
     revoke: Annotated[
-        bool, typer.Option("--revoke", help="Only revoke the tokens; the sessions go on.")
+        bool, typer.Option("--revoke", help="Only revoke the tokens. The sessions continue.")
     ] = False,
     token: options.Token = None,
     token_file: options.ClientTokenFile = None,
@@ -356,9 +357,9 @@ def _reload(targets: list[str], settings: ServeSettings, token: str | None) -> N
 
 def _check_combination(settings: ServeSettings) -> None:
     if settings.reload and settings.controller:
-        raise AgentRLError("--reload restarts a server of its own address; give --reload or --controller")
+        raise AgentRLError("--reload needs a server with its own address; give --reload or --controller")
     if settings.workers > 1 and settings.controller:
-        raise AgentRLError("--workers starts a controller of its own; give --workers or --controller")
+        raise AgentRLError("--workers starts its own controller; give --workers or --controller")
     if settings.workers == 1 and settings.resume:
         raise AgentRLError(
             "--resume resumes the sessions of a dead worker and needs --workers; "

@@ -157,7 +157,7 @@ PrintMetricsToken = Annotated[
     bool,
     security_option(
         "--print-metrics-token",
-        help="Print the token that permits to read /metrics and what the dashboard shows, and exit.",
+        help="Print the token that allows reading /metrics and the dashboard's data, and exit.",
     ),
 ]
 

@@ -674,7 +674,7 @@ def test_reload_and_controller_are_mutually_exclusive(cli):
 def test_workers_and_controller_are_mutually_exclusive(cli):
     code, _, err = cli("serve", f"{HERE}:Guess", "--workers", "2", "--controller", "http://x")
     assert code == 1
-    assert err == "error: --workers starts a controller of its own; give --workers or --controller\n"
+    assert err == "error: --workers starts its own controller; give --workers or --controller\n"
 
 
 def test_resume_without_workers_is_rejected(cli):

@@ -249,7 +249,7 @@ def test_failures_of_the_endpoint_are_apart_and_played_again(cli):
         found, run = json.loads(out), read_run("evals/sums-small")
         odd = sum(index % 2 for index in run.settings.indices)
         assert code == 1
-        assert f"{odd} of 12 episodes failed, which is no result" in err
+        assert f"{odd} of 12 episodes failed and have no result" in err
         assert (found["episodes"], found["failed"]) == (12 - odd, odd)
         assert found["success"]["value"] == found["reward"]["value"] == 1.0
         assert sum(found["failures"].values()) == odd

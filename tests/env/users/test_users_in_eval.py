@@ -94,7 +94,7 @@ def test_same_dialogue_is_played_by_eval_its_replay_and_play(run, tmp_path):
         of_ben = [body for body in asked if "Ben" in body["messages"][0]["content"]]
     summary = json.loads(first.stdout)
     assert (summary["episodes"], summary["failed"], summary["success"]["value"]) == (2, 1, 1.0)
-    assert "1 of 3 episodes failed, which is no result" in first.stderr
+    assert "1 of 3 episodes failed and have no result" in first.stderr
     assert (again.returncode, replayed.returncode) == (1, 1)
     assert spoken(tmp_path / "first") == spoken(tmp_path / "second") == spoken(tmp_path / "third")
     assert len(asked) - len(of_ben) == 6, "the cache has answered the second and the third evaluation"
