@@ -85,7 +85,7 @@ print(task.instruction)
 
 async def test_existing_folder_and_unknown_split_are_refused(tmp_path):
     await export(HOUSEHOLD, tmp_path, count=1)
-    with pytest.raises(LaunchError, match="is there already"):
+    with pytest.raises(LaunchError, match="already exists"):
         await export(HOUSEHOLD, tmp_path, count=1)
     with pytest.raises(UnknownSample, match="no split 'none'; splits: train"):
         await export(HOUSEHOLD, tmp_path / "more", split="none")

@@ -80,7 +80,7 @@ async def test_refusals_have_types_and_are_not_repeated(status, text, error):
 async def test_answer_that_is_no_completion_fails(answer):
     found, _ = await ask(answer)
     assert type(found) is ModelFailed
-    assert "no chat completion" in str(found)
+    assert "not a chat completion" in str(found)
 
 
 async def test_error_in_an_answer_of_status_200_is_shown():
@@ -201,7 +201,7 @@ async def test_odd_values_beside_an_answer_end_no_evaluation(odd):
 
 
 def test_nesting_that_no_parser_reads_is_a_failure():
-    with pytest.raises(ModelFailed, match="no chat completion"):
+    with pytest.raises(ModelFailed, match="not a chat completion"):
         chat_model._completion("url", httpx.Response(200, text="[" * 100_000), seconds=0.0, repeats=0)
 
 

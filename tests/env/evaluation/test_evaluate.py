@@ -453,7 +453,7 @@ def test_evaluations_without_common_samples_are_not_compared(cli):
         cli("eval", TARGET, *endpoint(server.url), "--index", 1, "-o", "a")
         cli("eval", TARGET, *endpoint(server.url), "--index", 2, "-o", "b")
         cli("eval", TARGET, *endpoint(server.url), "--index", 2, "--split", "train", "-o", "c")
-    assert "no sample in common" in cli("compare", "a", "b")[2]
+    assert "no common sample" in cli("compare", "a", "b")[2]
     assert "sums/test and sums/train" in cli("compare", "b", "c")[2]
 
 

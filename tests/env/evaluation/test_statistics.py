@@ -77,7 +77,7 @@ def test_bootstrap_interval_repeats_and_covers_the_mean():
     half = 1.96 * np.std(values) / math.sqrt(400)
     assert (low, high) == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=0.02)
     assert bootstrap_interval([0.5, 0.5]) == (0.5, 0.5)
-    with pytest.raises(ValueError, match="no interval"):
+    with pytest.raises(ValueError, match="without values"):
         bootstrap_interval([])
 
 

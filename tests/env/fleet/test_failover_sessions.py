@@ -945,7 +945,7 @@ async def test_state_unavailable_is_raised_while_redis_is_down(redis, monkeypatc
         session = await pair.clients[0].open("walk", seed=9)
         redis.kill()
         message = Message.assistant(None, WALK)
-        with pytest.raises(StateUnavailable, match="ask again"):
+        with pytest.raises(StateUnavailable, match="try again"):
             await pair.fleets[0].step(batch([session], 1, message).steps[0])
         (pending,) = await pair.fleets[0].step_many(batch([session], 1, message))
         assert isinstance(pending, StepPending)

@@ -232,7 +232,7 @@ async def test_upgrade_with_a_body_is_refused_and_the_connection_closed(server, 
         b"GET /v1/ws HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n%b\r\n\r\n" % body,
     )
-    assert b"has no body" in await peer.read_rest()
+    assert b"must not have a body" in await peer.read_rest()
     peer.close()
 
 
