@@ -32,8 +32,11 @@ class Drift:
     mean: float = 0.0
 
 
-FLOAT32 = Drift(worst=1e-4, mean=1e-4)
-"""Tolerance for rounding where both compute in float32 on the same device with the same operations."""
+FLOAT32 = Drift(worst=1e-3, mean=1e-4)
+"""Tolerance for rounding where both compute in float32 on the same device.
+
+Of the tokens of a step of a model with 30 layers, the worst differs by 1e-4 and the mean by 2e-6.
+"""
 
 
 class LogProbs(Protocol):

@@ -6,18 +6,21 @@ import argparse
 import os
 
 PARTS = ("serving", "engine", "learner", "bookkeeping", "overlap", "longtail", "trl", "sandbox", "fairness")
-APART = ("vllm",)
-"""Parts with requirements that `make bench` does not install."""
+APART = ("vllm", "constraints")
+"""Parts with requirements that `make bench` does not install: vLLM, a stored model."""
 
 
 def main() -> None:
     """Run the parts named on the command line, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, *APART, []], help="default: all but the last")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, *APART, []], help=f"default: all but {', '.join(APART)}"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter runs")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of learner, vllm, trl")
     parser.add_argument(
-        "--model", help="a stored model, as model.path names it, for engine, learner and trl on a CPU"
+        "--model",
+        help="a stored model, as model.path names it, for constraints, engine, learner and trl on a CPU",
     )
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for engine and learner")
     chosen = parser.parse_args()
@@ -63,6 +66,11 @@ def main() -> None:
                 from tests.benchmarks import vllm
 
                 vllm.run(device=device, quick=chosen.quick)
+            case "constraints":
+                from tests.benchmarks import constraints
+
+                path = chosen.model or "smollm2-135m"
+                constraints.run(path, quick=chosen.quick, threads=chosen.threads)
             case "sandbox":
                 from tests.benchmarks import sandbox
 

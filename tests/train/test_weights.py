@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from agentrl_train.config import EngineSection
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import ConfigError, WeightMismatch
 from agentrl_train.learner.sharding import GatheredWeights
+from agentrl_train.training.engines import tolerance
 from agentrl_train.types import Completion
 from agentrl_train.weights import (
     FLOAT32,
@@ -52,6 +54,15 @@ def test_single_outliers_are_accepted_if_mean_is_within_tolerance() -> None:
         require_agreement(Drift(worst=0.6, mean=0.2), tolerance=coarse, version=1)
     with pytest.raises(WeightMismatch, match=r"differ by 6\.00e-01"):
         require_agreement(Drift(worst=0.6, mean=1e-5), tolerance=FLOAT32, version=1)
+
+
+@pytest.mark.parametrize(("temperature", "factor"), [(0.0, 1), (0.5, 2), (1.0, 1), (2.0, 1)])
+def test_rounding_below_temperature_1_is_tolerated_as_the_temperature_enlarges_it(
+    temperature: float, factor: int
+) -> None:
+    engine = EngineSection(temperature=temperature, dtype="float32")
+    accepted = tolerance(engine, "float32", "float32")
+    assert (accepted.worst, accepted.mean) == (factor * FLOAT32.worst, factor * FLOAT32.mean)
 
 
 def test_engine_without_numbers_is_a_mismatch() -> None:
