@@ -6,8 +6,8 @@ Pure bookkeeping without clocks or tasks; the loop calls it from one thread::
     Mixer ----------> in flight ----------------> finished --------> training ---------> trained
                           | drop(id): frees the slot; the next admit() returns the replacement
 
-A step trains P groups, S is the allowed staleness, W the look-ahead. Groups are ranked in the order of
-admission, without dropped ones. At step t (t steps are trained):
+A step trains P groups. S is the allowed staleness and W the look-ahead. Groups are ranked in the order of
+admission, not counting dropped groups. At step t (t steps are trained):
 
 - a group of rank r may start if ``r < (t + 1 + S) P``: it occupies a slot from admission until it is trained;
 - the trainer takes any P finished groups of rank ``r < (t + 1) P + W - 1``, oldest first;
@@ -51,7 +51,7 @@ class AdmittedGroup:
 
 
 MAX_PERMUTED = 10_000_000
-"""Size of a split above which samples are drawn with replacement: its permutation would fill the memory."""
+"""Splits above this size are drawn with replacement, because their permutation would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Levels and weights of all tasks, from a draw on."""
+    """New levels and weights of all tasks, which apply from one draw on."""
 
     draw: int
     """Number of the first draw that it applies to."""
@@ -77,8 +77,9 @@ class Change:
 class Mixer:
     """An endless, deterministic sequence of samples, weighted by task.
 
-    Tasks alternate by smooth weighted round robin, so that each has its share at any time to within about one
-    draw. A finite split is traversed in a new seeded permutation each epoch, an unlimited one as 0, 1, 2...
+    Tasks alternate by smooth weighted round robin, so the share of each task is accurate to about one draw at
+    any time. A finite split is traversed in a new seeded permutation in each epoch, and an unlimited split in
+    the order 0, 1, 2...
 
     Shares are counted in groups. With ``by_tokens``, ``count`` and ``rebalance`` change them to shares of the
     trained tokens: a task whose groups have twice the tokens is drawn half as often.
@@ -86,8 +87,8 @@ class Mixer:
     Args:
         sources: the tasks.
         seed: seed of the permutations and of the episodes.
-        harder: task -> its further levels of difficulty, whose weights are not used.
-        changes: changes of levels and weights that the run has made already, in order.
+        harder: task -> its harder levels. Their weights are not used.
+        changes: earlier changes of levels and weights in this run, in order.
         by_tokens: let ``rebalance`` change the shares.
     """
 
@@ -120,7 +121,7 @@ class Mixer:
         self._by_tokens = by_tokens
         self._credit = {source.task: 0.0 for source in sources}
         self._drawn = {self._name(task, one): 0 for task, levels in self._sources.items() for one in levels}
-        """Draws by task; of a harder level by task and split."""
+        """Number of draws by task, or by task and split for a harder level."""
         self._cost = {source.task: 1.0 for source in sources}
         """Tokens per group of a task, relative to the mean over tasks."""
         self._next_cost: tuple[int, dict[str, float]] | None = None
@@ -152,7 +153,7 @@ class Mixer:
         return self._sources[task][self._levels[task]].split
 
     def plan(self, change: Change) -> None:
-        """Apply a change from its draw on."""
+        """Schedule a change, which applies from its first draw on."""
         self._changes.append(change)
         self._planned.append(change)
         self._apply_planned()
@@ -192,7 +193,9 @@ class Mixer:
         self._counted[task] = (total + tokens, groups + 1)
 
     def rebalance(self, *, after: int) -> None:
-        """Apply the token counts since the last call after ``after`` more draws; until then do nothing.
+        """Schedule the token counts since the last call to apply after ``after`` more draws.
+
+        Does nothing while earlier counts are scheduled.
 
         A resumed run repeats draws from the last saved state, so this state must be on disk before those
         draws are made.
@@ -397,10 +400,10 @@ class WorkWindow:
         """Restore ``state()``, or start from the beginning if it is None.
 
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
-        taken. Those that ``state()`` does not count as trained are finished again (``self.finished``); all
-        other started groups are admitted again, with their old id and sample, before new samples. A group
-        dropped since ``state()`` is retried too; only the groups behind it may then exceed the staleness
-        bound, by one step per P of them.
+        taken. Those that ``state()`` does not count as trained are finished again (``self.finished``). All
+        other started groups are admitted again, with their old id and sample, before new samples. Groups
+        dropped since ``state()`` are also retried. Only the groups after them can then exceed the staleness
+        bound, by one step for every P retried groups.
 
         Raises ``ValueError`` if a finished group is missing or ``groups_per_step`` changed.
         """
@@ -459,7 +462,7 @@ class WorkWindow:
         return {group_id: self._behind + rank for rank, group_id in enumerate(ids)}
 
     def _rank(self, group_id: int) -> int:
-        """Return the rank of a group, which may be the next one to draw."""
+        """Return the rank of a group, or of the next group to draw."""
         return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained())
 
     def _compact(self) -> None:
@@ -497,7 +500,7 @@ def make_window(
     untaught = [one.task for one in served.sources if distill.teacher_of(one.task) is None]
     if distill.weight and untaught:
         raise ConfigError(
-            f"algorithm.distill.teachers has no teacher of {untaught[0]!r}: name one, or one of '*'"
+            f"algorithm.distill.teachers has no teacher for {untaught[0]!r}: add one, or a teacher for '*'"
         )
     window = WorkWindow(
         Mixer(

@@ -113,7 +113,7 @@ def served_environments(
 ) -> AbstractAsyncContextManager[Served]:
     """Return the context that serves the environments of a run.
 
-    ``given`` are environment classes and clients of this process, by the name that ``serve`` has for them.
+    ``given`` maps names in ``serve`` to environment classes and clients of this process.
     """
     return environments(
         config.environments,
@@ -157,7 +157,7 @@ async def policy(
             # vLLM measures the free memory of its GPU at the start; the learner must not allocate meanwhile.
             first = SamplingParams(max_new_tokens=1)
             await asyncio.to_thread(ready.engine.probe, [0], sampling=first, policies=config.policies)
-        # Before the policy has adapters.
+        # The critic starts as a copy of the policy without adapters.
         critic = make_critic(
             config.critic,
             train=config.train,
@@ -226,7 +226,7 @@ async def _loaded(
     threads: Threads,
     trace: Trace = UNTRACED,
 ) -> AsyncIterator[tuple[PreTrainedModel, StoredModel | None, ServedPolicy]]:
-    """Load a policy, check that its chat format carries the tasks, and start its engine.
+    """Load a policy, check that its chat format can represent the tasks, and start its engine.
 
     Without a device, the weights stay in their files, if they can be read from there.
     """
@@ -484,7 +484,7 @@ def make_evaluator(
 def saved_evaluator(
     config: RunConfig, *, served: Served, policy: ServedPolicy, slots: asyncio.Semaphore, trace: Trace
 ) -> CheckpointEvaluator | None:
-    """Return the held-out evaluation of checkpoints beside training, or None if it is disabled."""
+    """Return the held-out evaluation of checkpoints alongside training, or None if it is disabled."""
     if "evaluation" not in config.policies:
         return None
     share = SessionShare(slots, most=config.sessions["evaluation"])
@@ -497,7 +497,7 @@ def saved_evaluator(
         policy.engine.publish(weights, policy_version=step, policies=("evaluation",))
 
     async def evaluate_saved(folder: Path, step: int, journal: EvaluationJournal) -> dict[str, Evaluation]:
-        within_s, doing = config.train.step_timeout_s, f"publishing the weights to evaluate of step {step}"
+        within_s, doing = config.train.step_timeout_s, f"publishing the weights of step {step} for evaluation"
         await in_thread(partial(publish, folder, step), within_s=within_s, doing=doing)
         return await play(journal=journal)
 
@@ -548,7 +548,7 @@ def make_actor(
 
 @contextmanager
 def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
-    """Join the learner processes, this one as rank 0; yields None for a single process.
+    """Join the learner processes with this process as rank 0. Yields None for a single process.
 
     Raises:
         ConfigError: ``train.sequence_parallel`` does not divide the number of processes.
@@ -581,7 +581,7 @@ def run_follower(config: RunConfig) -> None:
 
 
 def learner_options(config: RunConfig, *, model: PreTrainedModel) -> dict[str, Any]:
-    """Return the arguments of ``Learner`` that are equal on every rank."""
+    """Return the arguments of ``Learner`` that are the same on every rank."""
     adapters = config.train.lora is not None
     return loss_options(config.algorithm, source=config.model, model=model, adapters=adapters) | {
         "train": config.train.model_copy(update={"warmup_steps": config.warmup_steps}),

@@ -1,11 +1,11 @@
-"""Curricula: levels of difficulty raised by success, and task weights by learning progress.
+"""Curricula: raise the difficulty of tasks with their success, and weigh tasks by learning progress.
 
 ::
 
     trained groups --observe--> success by task --decide--> Change --to disk--> Mixer, from the next draw on
 
 A change is on disk before the first draw that depends on it. A resumed run repeats the draws since its
-checkpoint with the changes that were made then, and decides anew only after them.
+checkpoint with the recorded changes, and makes new decisions only after them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FILE = "curriculum.jsonl"
 
 
 class Curriculum:
-    """Changes the levels and weights of a mixer by the success of the groups trained on.
+    """Changes the levels and weights of a mixer, depending on the success of trained groups.
 
     Args:
         section: the rules.
-        mixer: draws the samples; its changes are those in the file.
+        mixer: draws the samples. It already has the changes in the file.
         folder: run folder, which keeps the changes in ``curriculum.jsonl``.
     """
 
@@ -69,7 +69,7 @@ class Curriculum:
         for task in raised:
             self._success[task] = []
         return [
-            f"{task} goes on to level {levels[task] + 1} ({self._mixer.split(task)}) after step {step}"
+            f"{task} moves to level {levels[task] + 1} ({self._mixer.split(task)}) after step {step}"
             for task in raised
         ]
 
@@ -94,7 +94,7 @@ class Curriculum:
     def _observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         for group in groups:
             if group.task not in self._success:
-                continue  # a resumed run is without this task
+                continue  # the resumed run does not have this task
             if group.trajectories[0].sample.split != self._mixer.split(group.task):
                 continue  # admitted before its task was raised
             values = self._success[group.task]
@@ -112,10 +112,11 @@ class Curriculum:
         return levels
 
     def _weights(self, stays: float) -> dict[str, float]:
-        """Return the weights by learning progress, with a part of the fixed ones that stays.
+        """Return weights by learning progress, mixed with a share of the configured weights.
 
         Progress is the absolute difference of the mean success between the older and the newer half of the
-        window (arXiv 1707.00183); without any, or before all windows are full, weights are the fixed ones.
+        window (arXiv 1707.00183). Without progress, or before all windows are full, the configured weights
+        apply.
         """
         fixed = self._mixer.fixed_weights
         half, whole = self._section.window // 2, sum(fixed.values())

@@ -44,9 +44,9 @@ def threads_each(run: RunSection, rollout: RolloutSection) -> int:
 def make_threads(run: RunSection, rollout: RolloutSection, *, apart: bool) -> tuple[Threads, Threads]:
     """Return the numbers of CPU threads of the engine and of the learner.
 
-    They are the same, so that one takes all while the other waits, unless the engine is ``apart`` in other
-    processes.
-    In a synchronous run, which is reproducible, neither changes.
+    In an asynchronous run both share one object, so that one can use all threads while the other waits. If
+    the engine is ``apart`` in other processes, or the run is synchronous and must be reproducible, the
+    numbers are separate and do not change.
     """
     if apart or rollout.max_staleness == 0:
         each = threads_each(run, rollout)
@@ -74,12 +74,12 @@ def make_engine(
         processes: the processes of the run.
         section: settings of the model.
         model: the initial policy, with or without weights.
-        path: source of ``model``: a folder or a hub name. Of a folder with an adapter, engines in other
+        path: source of ``model``: a folder or a hub name. If the folder has an adapter, engines in other
             processes start with the base model until weights are published.
         chat: chat format of the policy.
-        sessions: sampling policy -> its concurrent episodes.
+        sessions: sampling policy -> number of its concurrent episodes.
         threads: CPU threads of an engine in this process.
-        process_threads: CPU threads of a torch engine in a process of its own.
+        process_threads: CPU threads of a torch engine in its own process.
         trace: trace of the run.
         launcher: starts the engine processes on its devices.
 
@@ -193,7 +193,7 @@ def make_publisher(
         dtype: dtype of the weights.
         temperature: sampling temperature of the run.
         logprobs: computes log-probabilities with the trainer's weights.
-        tokenizer: that of the policy.
+        tokenizer: tokenizer of the policy.
         tolerance: accepted differences in log-probability, due to rounding.
     """
     canary = None
@@ -229,12 +229,12 @@ def _stale_weights(
 def tolerance(engine: EngineSection, *dtypes: str) -> Drift:
     """Return the tolerated difference in log-probability between engine and trainer.
 
-    Below float32, and between different GPU kernels, single tokens differ by up to half a nat; there only the
-    mean detects wrong weights.
+    With less precision than float32, and between different GPU kernels, single tokens differ by up to half a
+    nat. In these cases only the mean detects wrong weights.
 
     Args:
         engine: settings of the engine.
-        dtypes: those of the weights and of the learner.
+        dtypes: dtypes of the weights and of the learner.
     """
     if {*dtypes, engine.dtype} != {"float32"}:
         return Drift(worst=math.inf, mean=0.1)

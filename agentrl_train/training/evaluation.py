@@ -78,7 +78,7 @@ class Evaluation:
 
     @property
     def versions(self) -> set[int]:
-        """Policy versions that sampled its tokens."""
+        """Policy versions that sampled the tokens."""
         turns = (turn for t in (*self.counted, *self.greedy) for turn in t.turns)
         return {version for turn in turns for version in turn.completion.versions}
 
@@ -100,7 +100,7 @@ class Evaluation:
 
     @property
     def tolerant_calls(self) -> float:
-        """Share of turns with calls outside of the syntax of the model's family."""
+        """Share of turns with calls that do not follow the syntax of the model's family."""
         turns = [turn for t in self.counted for turn in t.turns]
         return sum(turn.tolerant for turn in turns) / max(1, len(turns))
 
@@ -110,7 +110,7 @@ class Evaluations:
     """Held-out results of a policy, by task."""
 
     step: int | None
-    """Steps that the policy was trained, None for another model than the run's."""
+    """Number of steps that the policy was trained for, or None for a model that is not the run's."""
     tasks: Mapping[str, Evaluation]
 
     @property
@@ -146,7 +146,7 @@ class Evaluations:
 
 
 class SessionShare:
-    """The slots of an actor that has at most ``most`` of those that it shares with others."""
+    """Limits an actor to ``most`` of the slots that it shares with other actors."""
 
     def __init__(self, slots: asyncio.Semaphore, *, most: int) -> None:
         self._slots = slots
@@ -171,7 +171,7 @@ class EvaluationJournal:
     Args:
         folder: the folder, which is created.
         model: name of the policy in the files.
-        replace: delete an evaluation of another policy, or with other settings, where there is one.
+        replace: delete an existing evaluation of another policy or with other settings.
         show: called with the tally after each episode.
     """
 
@@ -259,7 +259,7 @@ def step_folder(evaluations: Path, step: int) -> Path:
 
 
 def forget_later(evaluations: Path, *, last: int) -> None:
-    """Delete the evaluations of the steps after ``last``, which a resumed run trains again."""
+    """Delete the evaluations of the steps after ``last``, because a resumed run repeats these steps."""
     for step in steps(evaluations):
         if step > last:
             shutil.rmtree(step_folder(evaluations, step), ignore_errors=True)
@@ -347,7 +347,7 @@ async def evaluate(
         seed: seed of all draws, so that results are reproducible.
         attempts: episodes per sample.
         greedy: plays with the same policy at temperature 0.
-        journal: keeps each episode as it ends, and has those of an evaluation that was interrupted.
+        journal: keeps each episode as it ends, and holds the episodes of an interrupted evaluation.
 
     Raises:
         EvaluationError: the journal cannot be written, or has an evaluation with other settings.

@@ -49,7 +49,7 @@ def make_learner(
 def loss_options(
     algorithm: AlgorithmSection, *, source: ModelSection, model: PreTrainedModel, adapters: bool
 ) -> dict[str, Any]:
-    """Return the arguments of ``Learner`` about the loss, and the models that it compares with."""
+    """Return the arguments of ``Learner`` for the loss, and the models that the loss compares with."""
     teacher = partial(open_teacher, policy=source.path, revision=source.revision, dtype=source.dtype)
     return {
         "loss": Loss(
@@ -76,17 +76,17 @@ def make_critic(
     ranks: Ranks | None = None,
     threads: Threads | None = None,
 ) -> Critic | None:
-    """Return the critic of a run, or None without credit by a critic. It is on rank 0 alone.
+    """Return the critic of a run, or None without credit by a critic. It exists only on rank 0.
 
     Args:
-        settings: credit by a critic, which decides what the critic learns.
-        train: optimizer and memory of the learner, which the critic shares but for its rates.
+        settings: credit by a critic, which determines the targets of the critic.
+        train: optimizer and memory settings of the learner. The critic uses them with its own learning rates.
         source: settings of the policy.
         temperature: sampling temperature of the run.
         device: device of a critic without ranks.
-        model: the initial policy, before it is given adapters; the critic begins as a copy of it.
+        model: the initial policy, before it gets adapters. The critic starts as a copy of it.
         tokenizer: tokenizer of the policy.
-        ranks: the learner processes, whose first one has the critic.
+        ranks: the learner processes. The first one has the critic.
         threads: CPU threads of the learner.
 
     Raises:

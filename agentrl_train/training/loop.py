@@ -13,7 +13,7 @@
 | `steps`  | P finished groups | a full step's worth in the window  | a group finished                |
 
 With ``max_staleness = 0`` the window admits a step's groups only after the step before is trained, and the
-loop is synchronous. Every wait has a deadline; a stall ends the run with the state of every slot.
+loop is synchronous. Every wait has a deadline. A stall ends the run with an error that lists every slot.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DynamicSampling:
 
     has_signal: Callable[[TrajectoryGroup], bool]
     most: int
-    """Groups replaced in a row, at most; the next one is trained on whatever it is."""
+    """Limit of consecutive replacements. The next group is trained on even without a signal."""
 
 
 class Loop:
@@ -135,9 +135,9 @@ class Loop:
         self._changed.set()
 
     def admit(self) -> None:
-        """Start the groups that have a slot; call it once new weights are published.
+        """Start the groups that have a slot. Call it as soon as new weights are published.
 
-        What follows, such as a checkpoint or an evaluation, would otherwise leave the engine without work.
+        Otherwise the engine would be idle during the following checkpoint or evaluation.
         """
         if self._over():
             return
@@ -234,7 +234,7 @@ class Loop:
                 split=admitted.split,
                 index=admitted.index,
                 seed=admitted.seed,
-                # The same draws after a resume: new ones would favour groups that finish quickly.
+                # Use the same draws after a resume: new draws would favour groups that finish quickly.
                 draw_seed=(self._seed, admitted.group_id),
             ),
             size=self._group_size,

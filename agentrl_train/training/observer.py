@@ -1,4 +1,4 @@
-"""Follows a run from outside of its event loop, for ``Trainer``."""
+"""Follows a run from outside its event loop, for ``Trainer``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Seam: a follower of a run. This one does nothing.
+    """Interface of objects that follow a run. This base class does nothing.
 
-    The run waits for each answer, while groups that are admitted continue to play.
+    The run waits for each method to return. Admitted groups continue to play meanwhile.
     """
 
     silent = False
@@ -23,11 +23,11 @@ class Observer:
         """Receive the ``Run`` before its first step."""
 
     async def trained(self, step: Step) -> Mapping[str, float]:
-        """Return further metrics of a step that is trained and not logged yet."""
+        """Return additional metrics of a trained step before it is logged."""
         return {}
 
     async def evaluated(self, evaluations: Evaluations) -> None:
         """Receive a held-out evaluation once it is recorded."""
 
     async def finished(self, step: Step) -> None:
-        """Receive a step once it is logged, saved and evaluated as configured; the next one waits."""
+        """Receive a step once it is logged, saved and evaluated as configured. The next step waits."""

@@ -33,7 +33,7 @@ class Kept:
     """An episode in the buffer."""
 
     group: TrajectoryGroup
-    """Its group, with this episode alone."""
+    """Its group, reduced to this episode."""
     earned: float
     """Its return, penalties included."""
     step: int
@@ -49,7 +49,7 @@ class Replay:
     """Task -> mean returns of its groups, oldest first."""
 
     def noted(self, groups: Sequence[TrajectoryGroup], returns: Sequence[Values], *, length: int) -> Replay:
-        """Return the buffer with the mean returns of groups in its history, at most ``length`` of a task."""
+        """Return the buffer with the mean returns of groups added to its history of ``length`` per task."""
         history = dict(self.history)
         for group, earned in zip(groups, returns, strict=True):
             history[group.task] = (*history.get(group.task, ()), float(earned.mean()))[-length:]
@@ -123,7 +123,7 @@ def read_replay(folder: Path) -> Replay:
 
 
 def joined(batches: Sequence[Batch], others: Sequence[Batch], *, weight: float) -> list[Batch]:
-    """Return the batches with the micro-batches of others, whose loss counts times ``weight``."""
+    """Return the batches with the micro-batches of ``others`` added, their loss multiplied by ``weight``."""
     found = []
     for one, other in zip_longest(batches, others):
         parts = [part for part in (one, other) if part is not None]

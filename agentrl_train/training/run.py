@@ -106,7 +106,7 @@ class FailureLog:
 
     def __init__(self, folder: Path, *, episodes: int = 0) -> None:
         self.episodes = episodes
-        """Failed episodes so far, those before a resume included."""
+        """Failed episodes so far, including those before a resume."""
         self._folder = folder
         self._logged: set[tuple[str, str]] = set()
 
@@ -138,13 +138,13 @@ class HeldOut:
     """Evaluations on held-out samples during a run."""
 
     current: Evaluator | None = None
-    """Evaluates the current policy while training waits; None is off."""
+    """Evaluates the current policy while training waits. None disables it."""
     saved: CheckpointEvaluator | None = None
-    """Evaluates checkpoints beside training, in place of ``current`` but for the end of the run."""
+    """Evaluates checkpoints alongside training. ``current`` is then used only at the end of the run."""
     every: int = 0
-    """Steps between two evaluations; 0 is only at the start and the end."""
+    """Steps between two evaluations. 0 evaluates only at the start and the end."""
     label: str
-    """Digest of everything except the step that changes the results."""
+    """Digest of everything that affects the results, except the step."""
     on: Callable[..., Evaluator | None]
     """Returns the evaluation on another number of ``samples`` per task."""
 
@@ -384,7 +384,7 @@ class Run:
             await writing
 
     async def _evaluate_step(self, step: int) -> bool:
-        """Evaluate at a step boundary, or begin to beside training; return False if interrupted."""
+        """Evaluate at a step boundary, or start to evaluate alongside training. False if interrupted."""
         if self._held_out.saved is None:
             return await self._evaluate(_evaluation_name(step))
         self._unevaluated.add(step)
@@ -400,7 +400,7 @@ class Run:
     async def _evaluate_checkpoints(
         self, evaluate: CheckpointEvaluator, *, written: asyncio.Task[None] | None
     ) -> None:
-        """Evaluate the checkpoints that are not evaluated yet, beside training, once they are ``written``."""
+        """Evaluate the remaining checkpoints alongside training, once they are ``written``."""
         if written is not None:
             await asyncio.shield(written)
         for step in sorted(self._unevaluated):
@@ -413,11 +413,11 @@ class Run:
             self._unevaluated.discard(step)
 
     async def _evaluated(self) -> bool:
-        """Wait for the evaluation beside training; return False if interrupted."""
+        """Wait for the evaluation alongside training. Return False if interrupted."""
         return self._evaluating is None or await self._unless_interrupted(self._evaluating)
 
     async def _repeat_evaluations(self, step: int) -> None:
-        """Run the evaluations that a resumed run lacks: of its step, or of all checkpoints if concurrent."""
+        """Run the missing evaluations of a resumed run: of its step, or of all checkpoints if concurrent."""
         folder, every = self._folder / "checkpoints", self._held_out.every
         missing = [
             one
@@ -473,11 +473,11 @@ class Run:
         """Record an evaluation of the weights of a step, and keep their model if it is the best so far.
 
         Raises:
-            WeightMismatch: other weights played it.
+            WeightMismatch: the evaluation was sampled with other weights.
         """
         if others := set[int]().union(*(result.versions for result in results.values())) - {step}:
             raise WeightMismatch(f"an evaluation of version {step} was sampled with version {min(others)}")
-        # Before the record: a run that is killed here evaluates again.
+        # Keep the model before recording: a run that is killed in between evaluates again.
         await self._keep_best(sum(result.success for result in results.values()) / len(results), step=step)
         self._log.log_evaluation(
             name,

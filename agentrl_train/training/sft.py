@@ -38,7 +38,7 @@ async def expert_sequence(
         while True:
             completion = chat.completion(await session.expert(), prompt=new_ids)
             turn += 1
-            # As it would be read from a policy: with the ids of calls that the template accepts.
+            # The message as it would be parsed from a policy, with call ids that the template accepts.
             message = chat.parse(completion, turn=turn, tools=session.tools, prompt=new_ids).message
             ids += [*new_ids, *completion]
             mask += [0.0] * len(new_ids) + [1.0] * len(completion)

@@ -58,17 +58,16 @@ class StepTrainer:
     ) -> None:
         """Initialize the trainer.
 
-        ``critic`` gives the advantages in place of ``algorithm``'s comparisons, if there is one. ``check``
-        compares the engine with the learner before each update. ``bad_batches`` is the folder for the groups
-        of rejected updates. ``turn`` is the context in which the learner owns devices that it may share with
-        the engine.
+        A ``critic`` computes the advantages instead of ``algorithm``. ``check`` compares the engine with the
+        learner before each update. ``bad_batches`` is the folder for the groups of rejected updates. ``turn``
+        is the context in which the learner owns the devices that it can share with the engine.
         """
         self.learner = learner
         self.algorithm = algorithm or AlgorithmSection()
         self.replay = Replay()
         """Episodes that may be replayed; a checkpoint must keep them."""
         self.rows: Sequence[TokenSequence] = ()
-        """Rows of the last step, with the advantages that it was trained with; replayed ones are omitted."""
+        """Rows of the last step with their advantages, without replayed rows."""
         self._publisher = publisher
         self._critic = critic
         self._advantages = None if critic else advantage_function(self.algorithm, max_context=max_context)
@@ -162,7 +161,7 @@ class StepTrainer:
         return taught, {"teacher_kl": float(everything.mean()) if everything.size else 0.0, **means}
 
     def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
-        """Return rows without the tokens that Clip-Cov draws."""
+        """Return the rows with the tokens that Clip-Cov draws excluded from the loss."""
         chosen = self.algorithm.clip_cov
         if chosen is None:
             return rows
@@ -221,7 +220,7 @@ class StepTrainer:
             batches = packed(rows)
             if replayed:
                 batches = joined(batches, packed(replayed), weight=weight)
-        # The learning rate follows steps: those without signal, or skipped, count as well.
+        # The learning rate depends on the number of steps, including steps without signal or skipped ones.
         due = self.learner.num_updates + train.minibatches
         metrics: dict[str, float] = {}
         if (critic := self._critic) is not None:
@@ -274,8 +273,8 @@ def staleness(
 ) -> dict[str, float]:
     """Return the age of groups and tokens, in policy versions, when trained at ``version``.
 
-    ``tokens_of_age_0``, ``_1`` ... are a histogram: sampled tokens by age. Those of ``rollout.stale.model``
-    have none.
+    ``tokens_of_age_0``, ``_1`` ... are a histogram of sampled tokens by age. Tokens of
+    ``rollout.stale.model`` have no age and are not counted.
     """
     ages = [version - group.admitted_version for group in groups]
     none = np.zeros(0, dtype=np.int64)

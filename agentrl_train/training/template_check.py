@@ -1,7 +1,7 @@
-"""Checks that a chat format carries the tools of a task: before the first step, with the run's own sessions.
+"""Checks before the first step, with the run's own sessions, that a chat format shows the tools of a task.
 
 A template that drops the tools, the calls or the results renders without an error, and the policy then never
-scores. Such a format is refused here, with the setting that mends it.
+succeeds. Such a format is rejected here with an error that names the setting to change.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 OPEN_S = 60.0
 """Deadline for opening a session to check."""
 COMPLETIONS, COMPLETION_TOKENS = 4, 128
-"""Completions sampled per task before the first step, and the most tokens of each."""
+"""Completions sampled per task before the first step, and their maximum number of tokens."""
 QUOTED = 200
-"""Characters of a completion that are quoted, at most."""
+"""Maximum number of quoted characters of a completion."""
 
 _TASK, _RESULT, _TEXT = "the-task-is-here", "the-result-is-here", "some text"
 _THOUGHT = re.compile(rf"{THOUGHT_BEGINS}.*", re.DOTALL)
@@ -65,12 +65,12 @@ async def check_sessions(
 
     With ``sampling``, return a prompt of each task for ``describe_completions``.
 
-    A task whose session cannot be opened now is left to the run, which waits for environments. With the
-    ``sampling`` of a run, the opening must leave room for a turn; with its ``sub_agent``, what planner and
-    workers see is checked.
+    A task whose session cannot be opened now is skipped, because the run itself waits for environments. With
+    the ``sampling`` of a run, the opening must leave room for a turn. With its ``sub_agent``, the messages
+    and tools of planner and workers are checked.
 
     Raises:
-        ConfigError: the format loses something of a session, or the sub-agent does not fit its tools.
+        ConfigError: the format loses a part of a session, or the sub-agent does not fit its tools.
         EngineError: the context has no room for a turn.
     """
     prompts: dict[str, Prompt] = {}
@@ -100,9 +100,9 @@ async def check_sessions(
 
 
 async def describe_completions(chat: ChatFormat, engine: Engine, prompts: Iterable[Prompt]) -> list[str]:
-    """Sample a few completions of each prompt with tools; return a line per task on how they were read.
+    """Sample a few completions of each prompt with tools, and return a line per task on how they were parsed.
 
-    A task without completions, because the engine failed, is left to the run, which retries.
+    A task for which the engine fails is skipped, because the run itself retries.
     """
     lines = []
     for prompt in prompts:
@@ -153,7 +153,7 @@ def check_format(
     """Check that a session with this opening and these tools can be played.
 
     Raises:
-        ConfigError: the format loses something; the message names it, and the setting that mends it.
+        ConfigError: the format loses a part of the session; the message names it and the setting to change.
     """
     try:
         _check_opening(chat, opening, tools)
@@ -232,7 +232,7 @@ def _check_call(
             f"appended; {_IN_PROMPT}, or {_TEMPLATE} not"
         )
     if not whole.startswith(before):
-        logger.info("the chat template rewrites the opening later on; episodes keep what was rendered first")
+        logger.info("the chat template rewrites the opening later; episodes keep the first rendering")
         return
     written = whole[len(before) : len(whole) - len(reply)].strip().removeprefix(header)
     if name not in written:

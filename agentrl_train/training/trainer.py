@@ -1,7 +1,7 @@
 """``Trainer``: runs from Python, in a script, a notebook or under torchrun.
 
-A run has an event loop in a thread of its own. Callbacks and the body of ``for step in trainer`` run in the
-caller's thread, between two steps, while groups that are admitted continue to play::
+A run has an event loop in its own thread. Callbacks and the body of ``for step in trainer`` run in the
+caller's thread, between two steps, while admitted groups continue to play::
 
     caller's thread   for step in trainer:  <- step 1 -   ...   <- step 2 -   ...
     run's thread      train 1, log, save ----> wait -> train 2 ----> wait -> train 3
@@ -140,7 +140,8 @@ class Trainer:
     def train(self, *, resume: bool | None = None) -> Outcome | None:
         """Train to the end, with progress in the terminal, and return the outcome.
 
-        Its ``summary`` is None if ``stop`` ended the run; it is None if that was before the run had started.
+        The outcome's ``summary`` is None if ``stop`` ended the run. The outcome itself is None if ``stop``
+        was called before the run had started.
 
         Raises:
             TrainError: the run failed; the message describes how to fix the problem.
@@ -226,7 +227,7 @@ class Trainer:
         return (self.config.model.path, 0) if newest is None else (str(newest.model_folder), newest.step)
 
     def _environment(self, source: Any) -> dict[str, Any]:
-        """Return the table of an environment; classes and clients are noted under the name they get."""
+        """Return the table of an environment, and remember its class or client by the name in the table."""
         if isinstance(source, Mapping):
             return dict(source)
         if isinstance(source, str | Path):
@@ -282,7 +283,7 @@ class Trainer:
 
 
 class _Thread(Generic[T]):
-    """A coroutine on an event loop in a thread of its own, which works beside a running event loop too."""
+    """A coroutine on an event loop in its own thread, for callers with and without a running event loop."""
 
     def __init__(self, main: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -366,7 +367,7 @@ class _Playing(Observer):
         return question
 
     def outcome(self) -> Outcome | None:
-        """Return the outcome of a run that has ended, None if it was stopped before it had started."""
+        """Return the outcome of a run that has ended, or None if it was stopped before it had started."""
         try:
             return self._thread.result()
         except CancelledError:
@@ -497,7 +498,7 @@ def _next_name(folder: Path, *, latest: bool) -> str:
 
 
 def _absolute(source: str) -> str:
-    """Return a path, of a function or class as well, relative to the working directory if it exists there."""
+    """Resolve a path, or that of a function or class, against the working directory if it exists there."""
     file, colon, name = source.rpartition(":") if ".py:" in source else (source, "", "")
     path = Path(file).expanduser()
     return f"{path.resolve()}{colon}{name}" if path.exists() else source

@@ -50,7 +50,7 @@ def group(task: str, success: float, *, split: str = "train") -> TrajectoryGroup
 def test_task_goes_on_to_its_next_level_when_its_success_reaches_the_bound(tmp_path: Path) -> None:
     curriculum, mixer = make(tmp_path, raise_at=0.75)
     assert curriculum.trained(1, [group("shop", 0.75)] * 3) == []
-    assert curriculum.trained(2, [group("shop", 0.75)]) == ["shop goes on to level 2 (train-2) after step 2"]
+    assert curriculum.trained(2, [group("shop", 0.75)]) == ["shop moves to level 2 (train-2) after step 2"]
     assert {mixer.draw().split for _ in range(8)} == {"train", "train-2"}
     assert mixer.split("shop") == "train-2"
     assert curriculum.metrics()["shop"] == {"level": 2.0, "share": 0.25}
