@@ -1,6 +1,6 @@
 """Asynchronous multi-turn, multi-task reinforcement learning for agents that call tools.
 
-``Trainer`` runs everything. Beneath it are the steps of the data path, for a loop of one's own: ``actor`` and
+``Trainer`` runs everything. The steps of the data path can also be used in your own loop: ``actor`` and
 ``chat`` (4), ``advantage`` (5), ``batch`` (6), ``learner`` and ``loss`` (7), ``weights`` (8), ``engine`` (9).
 Steps 1 to 3 are in ``agentrl_env``.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 
 def _keep_idle_threads_quiet() -> None:
-    """Keep idle OpenMP threads from spinning while others need the core; PyTorch reads it once, on import."""
+    """Keep idle OpenMP threads from spinning. PyTorch reads this setting only once, on import."""
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

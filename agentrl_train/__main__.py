@@ -145,13 +145,13 @@ def sweep_command(
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Run those again that were begun with other settings.")
+        bool, typer.Option("--replace", help="Repeat runs that were started with other settings.")
     ] = False,
 ) -> None:
     """Compare presets and variants over seeds on the processor: one report with curves and a ranking.
 
-    Finished runs are kept, interrupted ones go on from their checkpoints, and a failed one does not stop the
-    rest.
+    Finished runs are kept, and interrupted runs continue from their checkpoints. A failed run does not stop
+    the others.
     """
     from agentrl_train.sweep.command import sweep
 
@@ -252,18 +252,18 @@ def merge_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the model.")],
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option("--dtype", show_default="float32; of several sources, as they are"),
+        typer.Option("--dtype", show_default="float32; with several sources, their dtype"),
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="The model that several sources were trained from.")
     ] = None,
     method: Annotated[
         Literal["ram", "ram-plus", "ram-plus-tl", "average", "ties", "dare"],
-        typer.Option("--method", help="How several sources become one."),
+        typer.Option("--method", help="How to combine several sources."),
     ] = "ram-plus",
     scale: Annotated[float, typer.Option("--scale", help="ram-plus: R.")] = 1.2,
-    density: Annotated[float, typer.Option("--density", help="ties: the share that is kept.")] = 0.2,
-    drop: Annotated[float, typer.Option("--drop", help="dare: the probability of a drop.")] = 0.9,
+    density: Annotated[float, typer.Option("--density", help="ties: the share of changes to keep.")] = 0.2,
+    drop: Annotated[float, typer.Option("--drop", help="dare: the probability of dropping a change.")] = 0.9,
     seed: Annotated[int, typer.Option("--seed", help="dare: the seed.")] = 0,
 ) -> None:
     """Write a checkpoint's policy as a Hugging Face folder, or merge several policies into one.
@@ -331,18 +331,18 @@ def show_command(
     failed: Annotated[bool, typer.Option("--failed", help="Only episodes without success.")] = False,
     atif: Annotated[
         Path | None,
-        typer.Option("--atif", metavar="FOLDER", help="Write them there as ATIF files instead, with tokens."),
+        typer.Option("--atif", metavar="FOLDER", help="Write ATIF files with tokens to this folder instead."),
     ] = None,
     spans: Annotated[
         str | None,
         typer.Option(
             "--spans",
             metavar="FILE|URL",
-            help="Write them there as OpenTelemetry spans instead, or send these to a collector.",
+            help="Write OpenTelemetry spans to this file instead, or send them to a collector.",
         ),
     ] = None,
     messages: Annotated[
-        bool, typer.Option("--messages", help="--spans: with messages, arguments and results.")
+        bool, typer.Option("--messages", help="--spans: include messages, arguments and results.")
     ] = False,
 ) -> None:
     """Print the last recorded episodes of a finished or running run."""
@@ -367,7 +367,7 @@ def show_command(
     for one in episodes:
         typer.echo(transcript(one.episode, source=one.source) + "\n")
     if not episodes:
-        typer.echo("no recorded episode fits --task and --failed", err=True)
+        typer.echo("no recorded episode matches --task and --failed", err=True)
 
 
 @app.command("settings")

@@ -1,14 +1,14 @@
 """Step 4 of 9: ``Session`` x ``Engine`` -> ``Trajectory``, ``TrajectoryGroup``.
 
-One episode is a conversation between an environment session and an engine. Two things that take time are kept
-apart:
+One episode is a conversation between an environment session and an engine. Two kinds of delay are handled
+differently:
 
-- *A call is not answered* by the environment or the engine within its own deadline: a failure. The episode is
-  retried in a fresh session, then left out of its group; it never gets a reward.
-- *The episode is long*, and every call is answered: a truncation. The turn in progress ends, and the episode
-  keeps its turns and its reward. It is never replayed, because replays would favour short episodes.
+- *A call is not answered* by the environment or the engine within its own deadline. This is a failure. The
+  episode is retried in a fresh session and then omitted from its group. It never gets a reward.
+- *The episode is long*, but every call is answered. This is a truncation. The turn in progress ends, and the
+  episode keeps its turns and its reward. It is never replayed, because replays would favour short episodes.
 
-A call of a sub-agent (``sub_agent.py``) opens a segment with a context of its own, in the same session.
+A call of a sub-agent (``sub_agent.py``) opens a segment with its own context in the same session.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ CLOSE_S = 5.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 """Exponential backoff between two attempts at an episode."""
 MAX_TOKEN_CHARACTERS = 256
-"""Characters of a token, at most; longer messages are refused before they are encoded."""
+"""Upper bound on characters per token. Longer messages are rejected before they are encoded."""
 MAX_REASON = 2_000
 """Characters of an environment's error message that are kept."""
 MAX_VALUE = 1e12
-"""Largest magnitude of a reward or metric: its square still fits the float32 of the learner."""
+"""Largest magnitude of a reward or metric. Its square still fits into the learner's float32."""
 TIME_DIGITS = 4
 """Decimals of the times of turns, in seconds."""
 NO_TOKENS = "the engine returned a completion without a token; a stop token is one"
@@ -79,7 +79,7 @@ _numbers = itertools.count()
 
 
 class Program(Protocol):
-    """Seam: plays episodes in place of the actor's own conversation."""
+    """Interface: plays episodes instead of the actor's own conversation."""
 
     async def play(
         self, episode: Episode, *, chat: ChatFormat, sampler: Sampler, limit_s: float
@@ -92,10 +92,10 @@ class Actor:
     """Plays episodes concurrently, one per slot, in the order of their requests.
 
     ``rollout.stale.fraction`` is the probability that the stale policy samples a turn (cross-policy sampling,
-    AgentRL section 3.1); it is drawn for every turn and recorded with the completion. With ``greedy``,
-    another actor, every group has one more episode, played by that one. ``rewards`` score every episode once
-    it is played, outside of its slot. ``programs`` play the tasks of their names in place of the actor's
-    own conversation.
+    AgentRL section 3.1). The policy is drawn for every turn and recorded with the completion. ``greedy`` is
+    another actor, which plays one additional episode of every group. ``rewards`` score every episode after it
+    is played, outside its slot. ``programs`` play the tasks with their names instead of the actor's own
+    conversation.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Actor:
     async def _until_played(self, episode: Episode, *, number: int, track: str) -> Trajectory:
         """Play until an attempt succeeds or all attempts are used.
 
-        New draws are made only where the old ones may have caused the failure. Otherwise failures would bias
-        what is trained: long episodes fail more often.
+        New draws are made only if the old ones can have caused the failure. Otherwise failures would bias the
+        training data, because long episodes fail more often.
         """
         attempt, draws, pause_s = 0, 0, FIRST_BACKOFF_S
         started = time.monotonic()
@@ -197,7 +197,7 @@ class Actor:
             unreachable = isinstance(cause, OUTAGES) and not trajectory.opening
             if unreachable:
                 self._log_outage(episode.task, str(trajectory.error))
-            # A full server answers, and has a session free once another episode has ended.
+            # A full server does answer, and has a free session once another episode ends.
             full = isinstance(cause, ServerFull)
             wait_s = self.limit_s if full else self.rollout.environment_wait_timeout_s
             if not (unreachable and time.monotonic() < started + wait_s):
@@ -210,7 +210,7 @@ class Actor:
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
     def _log_opened(self, task: str, begun: float) -> None:
-        """Log the end of an outage, which a session that was opened before it does not show."""
+        """Log the end of an outage; a session that was opened before the outage does not count."""
         since = self._unreachable.get(task)
         if since is not None and since < begun:
             del self._unreachable[task]
@@ -241,7 +241,7 @@ class Actor:
                 client=None if program else self._clients[episode.task],
                 program=program,
                 draw_seed=draw_seed,
-                # The calls of a program may overlap, which the spans of one track may not.
+                # Calls of a program can overlap, but spans of one track must not.
                 trace=self._trace if program is None else UNTRACED,
                 track=track,
                 facts=facts,
@@ -287,12 +287,12 @@ class _Attempt:
         self._track = track
         self._facts = facts
         self._draws = np.random.default_rng(np.random.SeedSequence(draw_seed))
-        # Unique in the process: episodes with the same key would share a row of the engine's cache.
+        # Unique in this process, because episodes with the same key would share a row of the engine's cache.
         self._key = f"{episode.task}-{next(_numbers)}"
         self._turns: list[Turn] = []
         self._segments: list[Segment] = []
         self._contexts = 1
-        # The last sample is played, so that the engine has its cache.
+        # Play the sample that was drawn last, because it is in the engine's cache.
         self._samples = range(1 + actor.rollout.alternatives)
         helper = actor.rollout.sub_agent
         self._sub_agent = helper if helper is not None and helper.serves(episode.task) else None
@@ -394,7 +394,7 @@ class _Attempt:
                 )
                 full = len(context) + len(completion.token_ids) >= self.sampling.max_context
                 if full and completion.finish_reason == "length" and (message.tool_calls or not number):
-                    self._turns.append(turn(reply=(), reward=0.0))  # cut text is not acted on
+                    self._turns.append(turn(reply=(), reward=0.0))  # truncated text is not executed
                     break
                 if number and not (message.tool_calls and turns_left):
                     self._turns.append(turn(reply=(), reward=0.0))
@@ -435,7 +435,7 @@ class _Attempt:
     async def _answer_calls(
         self, session: ClientSession, message: Message, turn: Callable[..., Turn], tools: Sequence[ToolSpec]
     ) -> EpisodeEnd | Sequence[Message]:
-        """Answer like ``_answer`` where calls may be of the sub-agent, each of which opens a segment."""
+        """Like ``_answer``, but run each sub-agent call in its own segment."""
         assert self._sub_agent is not None
         index = len(self._turns)
         calls = sub_agent.divided(message, sub_agent=self._sub_agent, tools=tools)
@@ -470,7 +470,7 @@ class _Attempt:
         return self._turns[index].reply
 
     def _elapsed(self) -> float:
-        """Return the seconds since the start, rounded because every turn records three of them."""
+        """Return the seconds since the start. They are rounded, because every turn records three of them."""
         return round(self._clock() - self._started_s, TIME_DIGITS)
 
     def _segment_key(self, number: int) -> str:
@@ -494,7 +494,7 @@ class _Attempt:
             raise CallTimeout(f"the environment did not answer within {limit_s:g} s") from None
 
     def _render(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of messages of the environment. Raises ProtocolError where there are none."""
+        """Return the tokens of messages of the environment. Raises ProtocolError if it cannot be done."""
         size, most = sum(map(_size, messages)), MAX_TOKEN_CHARACTERS * self.sampling.max_context
         if size > most:
             raise ProtocolError(f"the environment sent {size} characters, more than any context can hold")
@@ -514,7 +514,7 @@ class _Attempt:
         segment: int = 0,
         grammar: str = "",
     ) -> Completion:
-        """Sample a turn; the last one may be shorter, with the tokens that a longer one would begin with."""
+        """Sample a turn. The last turn of a full context can be cut short."""
         policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
         seed = int(self._draws.integers(2**63))
         sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)
@@ -533,7 +533,7 @@ class _Attempt:
 def turn_limit(rollout: RolloutSection, task: str, *, version: int | None) -> int | None:
     """Return the turn limit of an episode admitted at a policy version; None if there is none.
 
-    An episode of no version, such as one of an evaluation, has no ``rollout.horizon``.
+    ``rollout.horizon`` does not apply to episodes without a version, such as those of an evaluation.
     """
     limits = [rollout.max_turns[task]] if task in rollout.max_turns else []
     if rollout.horizon and version is not None:
@@ -562,7 +562,7 @@ async def _close(session: ClientSession) -> None:
 
 
 def _check_opening(session: ClientSession, episode: Episode) -> None:
-    """Raise ProtocolError unless a session is one of the problem that was asked for, and says something."""
+    """Raise ProtocolError unless a session has the requested sample and at least one message."""
     sample = session.sample
     if sample.task != episode.task or (episode.index is not None and sample.index != episode.index):
         asked, got = (episode.task, episode.index), (sample.task, sample.index)
@@ -577,7 +577,7 @@ def _size(message: Message) -> int:
 
 
 def _valid(result: StepResult) -> StepResult:
-    """Return a result with which a run can go on. Raises ProtocolError for any other."""
+    """Return the result if its numbers are valid. Raises ProtocolError otherwise."""
     for name, value in {"reward": result.reward, **result.metrics}.items():
         if not -MAX_VALUE <= value <= MAX_VALUE:
             raise ProtocolError(f"the environment answered {name} = {value:g}; the most is {MAX_VALUE:g}")

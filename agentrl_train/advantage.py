@@ -4,7 +4,7 @@ Pure functions, float64 inside, in this order::
 
     shaped   rewards of turns, less the penalties                                     ``shaped_rewards``
     credit   returns, and the siblings that each is compared with                     ``by_trajectory`` ...
-    baseline minus what the siblings earned                                           ``mean`` ...
+    baseline minus the returns of the siblings                                        ``mean`` ...
     scale    divided by their spread                                                  ``std`` ...
     filter   groups and trajectories that are not trained on                          ``most_varied``
     normalize every task, or the batch, to mean 0 and std 1 over all its tokens       ``normalized``
@@ -12,7 +12,7 @@ Pure functions, float64 inside, in this order::
     reward 1, 0, 0, 1  ->  return 1, -0.2, 0, 1  ->  centred  ->  / group std  ->  / task std
                            (one invalid call)        by group     if wanted        if wanted
 
-Credit, baseline and scale are arguments: any function of the same signature takes the place of those here.
+Credit, baseline and scale are arguments: any function with the same signature can replace the ones here.
 Every token that the policy sampled in a turn gets the turn's advantage (``batch.py``). A trajectory has one
 return and one place in its group, however many segments it has: a sub-agent's turns have the advantage of the
 episode that called it (MATPO, arXiv 2510.04678).
@@ -34,8 +34,8 @@ Values = NDArray[np.float64]
 Normalization = Literal["task", "task_exact", "batch", "none"]
 
 RESOLUTION = 1e-5
-"""Differences below this share of a group's rewards, or of the mean of its task, are treated as rounding: a
-float32 resolves 6e-8 of a value, and a sum of many, or a score of a model, less."""
+"""Differences below this share of a group's rewards, or of the mean of its task, are treated as rounding
+errors. A float32 resolves 6e-8 of a value. A sum of many values or the score of a model is less exact."""
 
 TRUNCATED = (EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TRUNCATED_TIME, EpisodeEnd.TRUNCATED_LENGTH)
 EVERY_TURN, NO_TURN = slice(None), slice(0)
@@ -104,9 +104,9 @@ def by_trajectory(group: TrajectoryGroup, shaped: Shaped) -> list[Comparison]:
 def by_turn(group: TrajectoryGroup, shaped: Shaped, *, gamma: float = 1.0) -> list[Comparison]:
     """Credit each turn with its reward-to-go, ``sum over v >= u of gamma^(v - u) r_v``.
 
-    It is compared with that of the siblings' turns of the same number. Where no sibling reached that turn,
-    it is compared with what the siblings earned in all, less what the trajectory had earned before: with
-    ``gamma = 1`` the advantage is then that of ``by_trajectory``.
+    It is compared with the reward-to-go of the siblings' turns with the same number. If no sibling reached
+    that turn, it is compared with the siblings' returns minus the rewards that the trajectory got before.
+    With ``gamma = 1`` the advantage is then that of ``by_trajectory``.
     """
     to_go = [rewards_to_go(rewards, gamma) for rewards in shaped.rewards]
     found = []
@@ -160,7 +160,7 @@ def rewards_to_go(rewards: Values, gamma: float = 1.0) -> Values:
 
 
 def observation(trajectory: Trajectory, turn: int) -> tuple[tuple[str, str], ...]:
-    """Return the agent of a turn and the messages that it answers; equal ones count as the same state."""
+    """Return the agent of a turn and the messages that it answers. Equal results count as the same state."""
     segment = trajectory.turns[turn].segment
     before = [one for one in trajectory.turns[:turn] if one.segment == segment]
     opening = trajectory.segments[segment].opening if segment else trajectory.opening
@@ -248,14 +248,14 @@ def advantages(
 
     Args:
         groups: groups of one batch.
-        credit: returns, and what each is compared with.
+        credit: returns, and the returns that each is compared with.
         baseline: subtracted from the returns of a comparison.
         scale: divisor of the differences.
         normalization: scope of mean 0 and std 1 (``normalized``): every task, the batch, or none.
             "task_exact" is AgentRL's equation, which shifts groups without signal as well.
         aggregation: aggregation of the loss, whose weights the normalization uses.
-        keep_groups: share of the groups of each task that is kept, those with the largest spread.
-        leave_out: functions that tell which trajectories are left out, after they have counted in the
+        keep_groups: share of the groups of each task to keep. Groups with the largest spread are kept.
+        leave_out: functions that are true for the trajectories to omit, after they have counted in the
             baseline.
         invalid_call_penalty: subtracted once from a trajectory with invalid calls, at the first of them.
         truncation_penalty: subtracted at the end of a trajectory that a limit ended.
@@ -342,7 +342,7 @@ def shaped_rewards(
 
 
 def truncated(trajectory: Trajectory) -> bool:
-    """Return whether a limit ended a trajectory."""
+    """Return True if a limit ended a trajectory."""
     return trajectory.end in TRUNCATED
 
 
@@ -366,7 +366,7 @@ def compared(siblings: Siblings, *, baseline: Baseline = mean, scale: Scale = st
 
 
 def differ(returns: Values, largest: float = 0.0) -> bool:
-    """Return whether returns differ by more than rounding; ``largest`` is that of the rewards they sum."""
+    """Return True if returns differ by more than rounding. ``largest`` is the largest reward in the sums."""
     return returns.size > 0 and _signal(returns - returns.mean(), returns, largest)
 
 
@@ -403,8 +403,8 @@ def normalize_and_mask(
     """Normalize advantages, and replace those of trajectories that are not trained on by None.
 
     ``values[g][i]`` belongs to ``groups[g].trajectories[i]``, and ``units`` counts the units of equal weight
-    in each of its entries; the default is ``units_of_turns``. ``everything`` is an argument of
-    ``normalized``, the others are arguments of ``advantages``.
+    in each of its entries (by default ``units_of_turns``). ``everything`` is an argument of ``normalized``.
+    The others are arguments of ``advantages``.
     """
     trained = [
         [kept and not any(out(one) for out in leave_out) for one in group.trajectories]
@@ -436,19 +436,19 @@ def normalized(
 ) -> list[Sequence[Values]]:
     """Return advantages with mean 0 and std 1 under the weights that the loss gives them.
 
-    If tokens have equal weight and with ``everything``, this is AgentRL's task advantage normalization (arXiv
-    2510.04206, equation 1; unbiased std). Without, a group without signal stays 0: the others are centred
-    among themselves, and the spread is over all units, so that the squares of every task add up to the same
-    number, however few of its groups have a signal. A scope with fewer than 2 units or without spread is
-    unchanged. With weights of another ``aggregation`` than the loss's (``batch.token_weights``), the weighted
-    sum of the advantages would not be 0, and the loss would push all actions up or down.
+    With equal weights of tokens and ``everything``, this is AgentRL's task advantage normalization (arXiv
+    2510.04206, equation 1; unbiased std). Without ``everything``, a group without signal stays 0. The others
+    are centred among themselves, and the spread is over all units, so that the squares of every task add up
+    to the same number, however few of its groups have a signal. A scope with fewer than 2 units or without
+    spread is unchanged. ``aggregation`` must be that of the loss (``batch.token_weights``). Otherwise the
+    weighted sum of the advantages would not be 0, and the loss would push all actions up or down.
 
     Args:
         values: advantages of the turns of trajectory i of group g, ``values[g][i]``.
         units: the number of units of equal weight in each of those turns: tokens, or parts of trajectories
-            or segments; 0 leaves it out of the statistics.
+            or segments; 0 omits the turn from the statistics.
         aggregation: aggregation of the loss.
-        everything: centre groups whose advantages are all 0 as well.
+        everything: also centre groups whose advantages are all 0.
     """
     live = [everything or any(bool(np.any(one)) for one in group) for group in values]
     if not any(live):

@@ -21,7 +21,7 @@ from agentrl_train.types import Trajectory, TrajectoryGroup
 Advantages = Callable[[Sequence[TrajectoryGroup]], "list[list[Values | None]]"]
 Functions = Mapping[str, Callable[..., Any]]
 QUOTED = 100
-"""Characters of a wrong value that are quoted, at most."""
+"""Maximum number of quoted characters of a wrong value."""
 
 
 def _number_or_row(value: Any, siblings: advantage.Siblings) -> bool:
@@ -138,7 +138,7 @@ def exclusions(algorithm: AlgorithmSection) -> list[Callable[[Trajectory], bool]
 
 
 def checked(key: str, choice: Function, functions: Functions) -> Callable[..., Any]:
-    """Return the function of a key; that of a user raises ``ConfigError`` if it fails or returns nonsense."""
+    """Return the function of a key. User functions raise ``ConfigError`` on errors and on invalid results."""
     function = choice.among(functions)
     if not isinstance(choice, Own) or choice.spelled.startswith("agentrl_train."):
         return function
@@ -167,7 +167,7 @@ def checked(key: str, choice: Function, functions: Functions) -> Callable[..., A
 
 
 def signal_function(algorithm: AlgorithmSection, *, max_context: int) -> Callable[[TrajectoryGroup], bool]:
-    """Return the function that tells whether the returns of a group differ, penalties included."""
+    """Return the function that is true if the returns of a group differ, penalties included."""
     shaped = shaping_function(algorithm, max_context=max_context)
 
     def differs(group: TrajectoryGroup) -> bool:
@@ -210,7 +210,7 @@ def objective_function(algorithm: AlgorithmSection) -> Objective:
 
 
 def reward_functions(section: RewardSection) -> reward.Rewards | None:
-    """Return the rewards of a run, None if they are the environment's alone; raises ``ConfigError``."""
+    """Return the rewards of a run, or None for only the environment's. Raises ``ConfigError``."""
     if not section.functions:
         return None
     return reward.Rewards(

@@ -33,9 +33,9 @@ from agentrl_train.types import (
 )
 
 SHORTEST_BEGINNING = 16
-"""Tokens that sequences must have in common for their beginning to be computed once."""
+"""Sequences must have this many tokens in common for their beginning to be computed once."""
 MOST_COPIES = 4
-"""Tokens of sequences for one of their tree, at most: attention copies the keys and values of beginnings."""
+"""Maximum tokens of sequences for each token of their tree: attention copies shared keys and values."""
 Row = list[int]
 """Indices of the sequences that share a row."""
 
@@ -58,7 +58,7 @@ def sequence(
     segment: int = 0,
     rollout: int | None = None,
 ) -> TokenSequence:
-    """Return a segment as one row of tokens, each turn's ``advantage`` on every token that it sampled.
+    """Return a segment as one row of tokens, with each turn's ``advantage`` on its sampled tokens.
 
     ``advantage`` is one number per turn of the trajectory, or one for all turns. ``rollout`` is the number of
     the trajectory in the step.
@@ -108,7 +108,7 @@ def sequence(
 
 
 def _allowed(turns: Sequence[Turn]) -> tuple[IntArray | None, NDArray[np.uint8] | None]:
-    """Return the set that each token of a row was drawn from and the sets, or None if none is constrained."""
+    """Return the number of each token's allowed set and the sets, or None if no token is constrained."""
     held = [turn.completion.allowed for turn in turns]
     sets = list(dict.fromkeys(one for allowed in held if allowed for one in allowed.sets))
     if not sets:
@@ -130,7 +130,7 @@ def _everything(size: int) -> NDArray[np.uint8]:
 
 
 def joined_sets(sequences: Sequence[TokenSequence]) -> tuple[list[IntArray], NDArray[np.uint8]]:
-    """Return the sets of several rows, each once, and which of them each token of each row was drawn from."""
+    """Return the distinct sets of several rows, and the number of the set of each token of each row."""
     held = [one.allowed_sets for one in sequences if one.allowed_sets is not None]
     if not held:
         return [np.zeros(len(one), np.int64) for one in sequences], _everything(0)
@@ -151,7 +151,7 @@ def joined_sets(sequences: Sequence[TokenSequence]) -> tuple[list[IntArray], NDA
 
 
 def completions(trajectory: Trajectory, group: TrajectoryGroup) -> list[list[TokenSequence]]:
-    """Return each turn's completions as rows behind its context, the one that was played first.
+    """Return each turn's completions as rows after its context. The completion that was played comes first.
 
     Only the tokens of the completion are in the loss. Turns without alternatives have an empty list.
     """
@@ -173,7 +173,7 @@ def sequences(
     """Return one sequence per segment of each trajectory, in order; trajectories are numbered from 0.
 
     ``advantages[g][i]`` belongs to ``groups[g].trajectories[i]`` (``advantage.advantages``). Segments
-    without sampled tokens, and trajectories whose advantages are None, are left out.
+    without sampled tokens and trajectories whose advantages are None are omitted.
     """
     played = [
         (group, trajectory, advantage)
@@ -207,15 +207,15 @@ def pack(
     The rollouts are divided at random (``seed``) into ``num_minibatches`` steps of equal size, and their
     sequences weighted within their step (``token_weights``). Whole sequences are then packed, first fit
     decreasing, into rows as long as the longest sequence (or ``row_tokens``, if that is more), and rows of
-    similar length into micro-batches of at most ``max_tokens`` slots; a longer row is a micro-batch of its
-    own. ``version`` is that of the weights before the step, from which the ages of the tokens are counted.
-    ``packed=False`` puts one sequence in a row, for models that do not support packed rows. With ``shared``,
-    sequences that begin alike are in the same micro-batches, of at most ``max_tokens`` tokens if common
-    beginnings count once, for models that compute them once.
+    similar length into micro-batches of at most ``max_tokens`` slots. A longer row gets its own micro-batch.
+    The ages of tokens are counted from ``version``, the version of the weights before the step.
+    ``packed=False`` puts one sequence in a row, for models that do not support packed rows. ``shared`` is for
+    models that compute common beginnings once: sequences that begin alike are in the same micro-batches, of
+    at most ``max_tokens`` tokens if common beginnings count once.
 
     With ``skip_zero_advantages``, sequences without any advantage are not computed, but still count in the
-    denominators: the policy gradient is the same at less cost, but entropy and KL terms leave them out. A
-    step with nothing to compute is left out.
+    denominators. The policy gradient is the same at less cost, but entropy and KL terms omit these sequences.
+    A step with nothing to compute is omitted.
     """
     members: dict[Hashable, list[TokenSequence]] = {}
     for key, one in zip(_rollouts(sequences), sequences, strict=True):
@@ -246,16 +246,16 @@ def token_weights(
     For sequences of one rollout each, ``sequence_mean``, ``rollout_mean`` and ``segment_mean`` are the same.
 
     - ``token_mean`` (DAPO, arXiv 2503.14476): all tokens have equal weight.
-    - ``sequence_mean`` (GRPO, 2402.03300): all rollouts have equal weight, as have the segments of each and
-      the tokens of a segment.
-    - ``rollout_mean`` (Agent Lightning, 2508.03680): all rollouts have equal weight, as have the tokens of
-      each, in whatever segments they are.
+    - ``sequence_mean`` (GRPO, 2402.03300): all rollouts have equal weight. So have the segments of a rollout
+      and the tokens of a segment.
+    - ``rollout_mean`` (Agent Lightning, 2508.03680): all rollouts have equal weight. So have the tokens of a
+      rollout, whatever their segments.
     - ``segment_mean`` (MATPO, 2510.04678): the sum of the token means of all segments, divided by the number
-      of rollouts. Further segments do not change the weights of the first one's tokens.
-    - ``group_mean``, ``task_mean``: all groups or tasks have equal weight, as have the tokens within each.
+      of rollouts. More segments do not change the weights of the tokens in the first segment.
+    - ``group_mean``, ``task_mean``: all groups or tasks have equal weight. So have the tokens within each.
     - ``constant`` (Dr. GRPO, 2503.20783): a token has weight ``1 / (constant_tokens * number of rollouts)``.
 
-    The weights sum to 1 in all but the last, and ``segment_mean``.
+    The weights sum to 1, except with ``constant`` and ``segment_mean``.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation is {aggregation!r}; use one of {', '.join(get_args(Aggregation))}.")
@@ -268,7 +268,7 @@ def token_weights(
     tokens: Counter[Hashable] = Counter()
     for unit, one in zip(units, sequences, strict=True):
         tokens[unit] += int(one.loss_mask.sum())
-    # Units that share a weight: all, or where units are segments, those of their rollout.
+    # Units that share a weight: all units, or the units of a rollout if units are segments.
     segments = Counter(rollouts[i] for i, one in enumerate(sequences) if one.loss_mask.any())
     by_segment = aggregation in ("sequence_mean", "segment_mean")
     counted = len(segments) if by_segment else sum(size > 0 for size in tokens.values())
@@ -284,7 +284,7 @@ def towards_teacher(
 ) -> TokenSequence:
     """Return a sequence with the advantage ``weight (log q - log p)`` on every sampled token.
 
-    On-policy distillation: with p the sampler and q the teacher, the policy gradient is that of
+    On-policy distillation: with p the sampler and q the teacher, the policy gradient is the gradient of
     ``-KL(p || q)``, one token at a time and without discount.
 
     Args:
@@ -300,13 +300,13 @@ def towards_teacher(
 def without_high_covariance(
     sequences: Sequence[TokenSequence], *, share: float, low: float, high: float, seed: Sequence[int]
 ) -> list[TokenSequence]:
-    """Return sequences with the advantage 0 at some tokens that would lower the entropy most (Clip-Cov).
+    """Return sequences with advantage 0 for some of the tokens that would lower the entropy most (Clip-Cov).
 
     The covariance of a token is ``(A - mean A) (log p - mean log p)`` over all sampled tokens, with the
-    log-probability p under the sampler. Of those between ``low`` and ``high``, ``share`` of the number of all
-    tokens, and at least one, are drawn at random and have no policy loss. The weights of the others are
-    unchanged. Used by SPEAR (arXiv 2509.22601), after "The Entropy Mechanism of Reinforcement Learning for
-    Reasoning Language Models" (arXiv 2505.22617).
+    log-probability p under the sampler. Tokens between ``low`` and ``high`` are drawn at random, as many as
+    ``share`` of all tokens and at least one. Drawn tokens have no policy loss, and the weights of the others
+    are unchanged. Used by SPEAR (arXiv 2509.22601), after "The Entropy Mechanism of Reinforcement Learning
+    for Reasoning Language Models" (arXiv 2505.22617).
     """
     sampled = [one.loss_mask > 0 for one in sequences]
     parts = [(one.advantages[on], one.logprobs[on]) for one, on in zip(sequences, sampled, strict=True)]
@@ -327,7 +327,7 @@ def without_high_covariance(
 
 
 def _rollouts(sequences: Sequence[TokenSequence]) -> list[Hashable]:
-    """Return the key of each sequence's rollout; one without a number is alone in its rollout."""
+    """Return the key of each sequence's rollout. A sequence without a number has its own rollout."""
     return [("alone", i) if one.rollout is None else one.rollout for i, one in enumerate(sequences)]
 
 
@@ -376,7 +376,7 @@ def _packed(
 ) -> list[list[Row]]:
     """Return the rows of micro-batches of similar length and at most ``max_tokens`` slots.
 
-    Rows of one sequence come first: without packed rows among them they need no attention mask.
+    Rows of one sequence come first, because they need no attention mask if no packed rows are among them.
     """
     lengths = [len(one) for one in sequences]
     rows = pack_rows(lengths, max(row_tokens, *lengths) if packed else 0)
@@ -448,9 +448,10 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def families(sequences: Sequence[IntArray], max_tokens: int) -> list[list[int]]:
-    """Divide sequences into parts whose trees have at most ``max_tokens`` tokens; those alike stay together.
+    """Divide sequences into parts whose trees have at most ``max_tokens`` tokens. Similar ones stay together.
 
-    The sequences of a part have at most ``MOST_COPIES`` times as many. A longer one is a part of its own.
+    The sequences of a part have at most ``MOST_COPIES`` times as many tokens. A longer sequence is its own
+    part.
     """
     parts: list[list[int]] = []
     before, size, whole = np.empty(0, np.int64), 0, 0
@@ -466,13 +467,13 @@ def families(sequences: Sequence[IntArray], max_tokens: int) -> list[list[int]]:
 
 
 def alphabetical(sequences: Sequence[IntArray]) -> list[int]:
-    """Return the order in which each sequence has its longest common beginning with the one before it."""
+    """Return the order in which each sequence shares its longest beginning with the previous sequence."""
     keys = [one.astype(">i8").tobytes() for one in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def shared_beginning(a: IntArray, b: IntArray) -> int:
-    """Return the length of the common beginning, 0 where it is shorter than ``SHORTEST_BEGINNING``."""
+    """Return the length of the common beginning, or 0 if it is shorter than ``SHORTEST_BEGINNING``."""
     size = min(len(a), len(b))
     unlike = np.flatnonzero(a[:size] != b[:size])
     same = int(unlike[0]) if len(unlike) else size

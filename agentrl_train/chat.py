@@ -2,9 +2,9 @@
 
 The chat template is rendered whole once, for the opening of a session. Every turn then appends the tokens of
 the completion exactly as sampled, followed by the reply: the text that the template itself writes after the
-assistant message, from its stop token on. Tokens are never decoded and re-encoded; text is decoded only to
-parse tool calls (``tool_calls.py``). Control tokens come from the template alone: where a message of the
-environment spells one, it is encoded as the text that it is.
+assistant message, from its stop token on. Tokens are never decoded and re-encoded. Text is decoded only to
+parse tool calls (``tool_calls.py``). Only the template produces control tokens: if a message of the
+environment contains the text of one, it is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REFUSALS = (
     ArithmeticError,
     RecursionError,
 )
-"""Errors of templates for messages that they do not support."""
+"""Errors that templates raise for unsupported messages."""
 _HELLO = {"role": "user", "content": "hello"}
 _SAID = {"role": "assistant", "content": "hello"}
 _TEXT_TURN = {"role": "assistant", "content": _MARK}
@@ -56,9 +56,9 @@ _CALL_ID = "call00000"
 _DONE = Message(role="tool", content="done", tool_call_id=_CALL_ID, name="probe")
 _PROBE = ToolSpec(function=FunctionSpec(name="probe", parameters={"type": "object", "properties": {}}))
 _TAG_TOKENS = 32
-"""Tokens at the end of a prompt that hold what opens a thought, in any tokenizer."""
+"""This many tokens at the end of a prompt contain the start of a thought, in any tokenizer."""
 _KEPT = 512
-"""Texts whose encodings are kept, and tools: siblings share their opening, their tools and many replies."""
+"""Cached encodings of texts and of tools: siblings share their opening, their tools and many replies."""
 _INSTRUCTIONS = """\
 You can call these tools, described by their JSON Schemas:
 <tools>
@@ -73,7 +73,7 @@ _RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 class _CallForm(NamedTuple):
-    """The form of assistant messages with calls that a template takes."""
+    """The form in which a template accepts assistant messages with calls."""
 
     no_content: str | None
     text_arguments: bool
@@ -90,7 +90,7 @@ class Reading(NamedTuple):
     thought: str | None
     """The thought, which the environment never sees."""
     tolerant: bool
-    """True if its calls are not in the syntax of the model's family, and were read nevertheless."""
+    """True if its calls were parsed although they are not in the syntax of the model's family."""
 
 
 class ChatFormat:
@@ -115,9 +115,10 @@ class ChatFormat:
 
         Args:
             tokenizer: the tokenizer, with its chat template.
-            eos_token_ids: stop tokens of the model's generation configuration, beside the tokenizer's own.
-            stop: further stop tokens, as text.
-            tool_parser: a name of ``PARSERS``, or "prompt"; None chooses by the template.
+            eos_token_ids: stop tokens of the model's generation configuration, in addition to the
+                tokenizer's.
+            stop: more stop tokens, as text.
+            tool_parser: a name of ``PARSERS``, or "prompt"; None selects the parser from the template.
             template_kwargs: variables of the template, such as ``enable_thinking``.
             system_prompt: text in front of every opening, as a system message.
         """
@@ -137,7 +138,7 @@ class ChatFormat:
         self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(_shown(json.loads(tool))))
         self._form = _CALL_FORMS[0]
         self._tools_in_replies = True
-        """Whether replies depend on the tools; where they do not, leaving them out saves half of the time."""
+        """Whether replies depend on the tools. If they do not, omitting the tools saves half of the time."""
         eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])]
         self._stops = {text: i for i in eos if (text := self.text([i]))}
         self._stops |= {text: self._id_of(text) for text in stop}
@@ -145,11 +146,11 @@ class ChatFormat:
         """End of a turn within a conversation -> the stop token that the template writes there at its end."""
         self._no_tools: list[Any] | None = None
         if not self._takes([_HELLO], tools=()):
-            self._no_tools = []  # some templates go through the tools without a look whether there are any
+            self._no_tools = []  # some templates iterate over the tools without checking that there are any
         roles = ("system", "developer")
         self._shown_roles = {role for role in roles if self._shows(role)}
         self._later_roles = {role for role in roles if self._shows(role, before=[_HELLO, _SAID])}
-        """Roles that the template shows within a conversation as well."""
+        """Roles that the template also shows within a conversation."""
         self._alternating = "system" not in self._shown_roles or not self._takes([_HELLO, _HELLO])
         """Whether messages of the user never follow one another."""
         self._find_ends()
@@ -166,10 +167,10 @@ class ChatFormat:
         return self._encode(self._render(messages, tools))
 
     def in_thought(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt opens a thought, so that its completion begins inside it.
+        """Return True if a prompt opens a thought, so that its completion starts inside the thought.
 
-        Templates decide that by turn: some open a thought after a message of the user only, and some close it
-        at once where a message asks for none.
+        Templates decide this for each turn. Some open a thought only after a message of the user, and some
+        close it immediately if a message requests no thought.
         """
         return bool(_OPEN_THOUGHT.search(self.text(prompt[-_TAG_TOKENS:])))
 
@@ -183,8 +184,8 @@ class ChatFormat:
     ) -> Reading:
         """Parse a completion of a prompt.
 
-        A call that cannot be read becomes a call with an empty name, which is answered with an error message
-        for the model. Nothing in a thought is a call, closed or not.
+        A call that cannot be parsed becomes a call with an empty name, which is answered with an error
+        message for the model. Text in a thought is never a call, even if the thought is not closed.
         """
         stopped = len(token_ids) > 0 and token_ids[-1] in self._stops.values()
         ids = list(token_ids[:-1] if stopped else token_ids)
@@ -228,14 +229,14 @@ class ChatFormat:
             messages: the reply of the environment.
             after: the completion, as parsed.
             tools: the tools of the session.
-            stop: the stop token that ended the completion; None if it was cut off, so that the end of the
-                turn is added here, unsampled.
+            stop: the stop token that ended the completion, or None if it was cut off. The end of the turn is
+                then added here without being sampled.
 
         Raises:
-            Exception: the template refuses the messages, mostly with one of ``REFUSALS``.
+            Exception: the template rejects the messages, usually with one of ``REFUSALS``.
         """
         ids = self._encode(self._reply(messages, after=after, tools=tools))
-        # Encoded with the stop token before it: some tokenizers strip the blanks after one.
+        # Encode it with the preceding stop token, because some tokenizers strip blanks after a stop token.
         sampled = stop is not None and stop in (ids[0], self._instead.get(ids[0]))
         return ids[1:] if sampled else ids
 
@@ -264,7 +265,7 @@ class ChatFormat:
         """Return the text of a whole conversation, as the template writes it.
 
         Raises:
-            Exception: the template refuses the messages, mostly with one of ``REFUSALS``.
+            Exception: the template rejects the messages, usually with one of ``REFUSALS``.
         """
         return self._render(messages, tools, generation_prompt=generation_prompt).replace(_BREAK, "")
 
@@ -296,7 +297,7 @@ class ChatFormat:
     # Messages as templates take them
 
     def _prepared(self, messages: Sequence[Message], *, opening: bool = False) -> list[dict[str, Any]]:
-        """Return messages as the template takes them; roles that it does not show take the next best one."""
+        """Return messages as the template accepts them. Unsupported roles become the next best role."""
         prepared: list[dict[str, Any]] = []
         for message in messages:
             shown = self._shown_roles if opening and not prepared else self._later_roles
@@ -319,7 +320,7 @@ class ChatFormat:
         return prepared
 
     def _with_system(self, messages: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-        """Return the opening with the texts in front that the settings ask for."""
+        """Return the opening with the texts of the settings in front."""
         texts: list[str] = [self._as_text(self._system_prompt)] if self._system_prompt else []
         if self.in_prompt and tools:
             shown = (json.dumps(_shown(tool.model_dump())["function"], ensure_ascii=False) for tool in tools)
@@ -333,25 +334,25 @@ class ChatFormat:
         return [{"role": role, "content": "\n\n".join(texts)}, *messages]
 
     def _arguments(self, text: str) -> Any:
-        """Return arguments as the template takes them: an object, or text if they are not JSON."""
+        """Return arguments as the template accepts them: an object, or text if they are not JSON."""
         try:
             return text if self._form.text_arguments else json.loads(text)
         except (ValueError, RecursionError):
             return text
 
     def _stand_ins(self, after: Message) -> Iterator[dict[str, Any]]:
-        """Yield messages in place of ``after`` with a mark at the end of what was sampled, the best first.
+        """Yield replacements of ``after`` with a mark at the end of the sampled part, the best first.
 
-        Names and ids of the calls are real: templates show them beside the results.
+        Names and ids of the calls are real, because templates show them with the results.
         """
         calls = (
             [] if self.in_prompt else [self._as_text(call.model_dump()) for call in after.tool_calls or ()]
         )
-        # A template that takes one call a turn still shows all results.
+        # A template that accepts only one call in a turn still shows all results.
         for some in dict.fromkeys((len(calls), min(1, len(calls)))):
             if some:
                 yield _calling(calls[-some:], self._form)
-        # A template that writes no calls: the end of a text is that of a turn with calls.
+        # If a template writes no calls, turns with calls end in the same way as text.
         yield _TEXT_TURN
 
     def _written(self, message: Message, *, in_thought: bool = False) -> str:
@@ -360,7 +361,7 @@ class ChatFormat:
         return self.parser.render(ParsedTurn(_plain(message.content), None, calls), in_thought=in_thought)
 
     def _as_text(self, value: Any) -> Any:
-        """Return a JSON value in whose strings ``_encode`` finds no control token, nor ``reply`` its mark."""
+        """Return a JSON value whose strings contain no control token and no mark of ``reply``."""
         if isinstance(value, str):
             value = value.replace(_BREAK, "\ufffd")
             return self._control.sub(lambda match: f"{match[0][0]}{_BREAK}{match[0][1:]}", value)
@@ -393,7 +394,7 @@ class ChatFormat:
     # What the template can do
 
     def _takes(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[ToolSpec] = (_PROBE,)) -> bool:
-        """Return whether the template writes these messages without an error."""
+        """Return True if the template writes these messages without an error."""
         try:
             self._template(messages, tools)
         except REFUSALS:
@@ -401,7 +402,7 @@ class ChatFormat:
         return True
 
     def _shows(self, role: str, *, before: Sequence[dict[str, Any]] = ()) -> bool:
-        """Return whether the template writes a message of this role there, and leaves it there later on."""
+        """Return True if the template writes a message of this role there, and keeps it in later turns."""
         opening = [*before, {"role": role, "content": _MARK}, _HELLO]
         try:
             text = self._template(opening, (_PROBE,))
@@ -419,7 +420,7 @@ class ChatFormat:
             if other and last[: end.start()] == middle[: end.start()] and other[0] not in self._stops:
                 self._instead[self._id_of(other[0])] = self._stops[end[0]]
         elif self._stop_in(middle) is None and (token := self._control.search(last)):
-            self._stops[token[0]] = self._id_of(token[0])  # of a base model, whose eos ends documents
+            self._stops[token[0]] = self._id_of(token[0])  # a base model's eos token ends documents
         call_end = "" if self.in_prompt else self._end_of_calls()
         end = self._stop_in(last) or self._stop_in(middle)
         if end is None:
@@ -462,7 +463,7 @@ class ChatFormat:
         return ""
 
     def _after_mark(self, *messages: dict[str, Any]) -> str | None:
-        """Return what the template writes after the mark; "" if it drops the mark, None if it refuses."""
+        """Return the text after the mark: "" if the template drops the mark, None if it raises an error."""
         try:
             text = self._template([_HELLO, *messages], (_PROBE,), generation_prompt=len(messages) > 1)
         except REFUSALS:
@@ -546,7 +547,7 @@ def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with consecutive ones of the user joined: some templates need roles to alternate."""
+    """Join consecutive messages of the user, because some templates require alternating roles."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if joined and joined[-1]["role"] == message["role"] == "user":
@@ -556,14 +557,14 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(content: str | list[dict[str, Any]] | None) -> str | None:
-    """Return content as text: the texts of its parts, and the kinds of parts that are no text."""
+    """Return content as text: the texts of its parts, and the types of parts that are not text."""
     if not isinstance(content, list):
         return content
     return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 def hidden_parts(messages: Iterable[Message]) -> list[str]:
-    """Return the types of the parts of messages that a policy sees by their type alone, such as images."""
+    """Return the types of message parts for which a policy sees only the type, such as images."""
     parts = (part for one in messages if isinstance(one.content, list) for part in one.content)
     return sorted({str(part.get("type")) for part in parts if "text" not in part})
 
@@ -585,5 +586,5 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str]
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    # Longest first: one may begin with another.
+    # Longest first, because one pattern can start with another.
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)")

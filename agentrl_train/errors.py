@@ -35,7 +35,7 @@ from agentrl_env.errors import (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory; on CPUs, PyTorch has only a message for it."""
+    """Return True if an error means out of memory. On CPUs, PyTorch reports it only in the message."""
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     return named or "can't allocate memory" in str(error)
 
@@ -53,7 +53,7 @@ class EngineError(TrainError):
 
 
 class ConstraintError(EngineError):
-    """The engine cannot keep a completion to its grammar. A retry fails in the same way."""
+    """The engine cannot follow the grammar of a completion. A retry fails in the same way."""
 
 
 class EngineOutOfMemory(EngineError):
@@ -127,4 +127,4 @@ OUTAGES = (
     StateUnavailable,
     UnknownSession,
 )
-"""Failures independent of what the policy sampled: the same draws may be repeated."""
+"""Failures that do not depend on the sampled tokens, so the same draws can be repeated."""

@@ -1,7 +1,7 @@
 """Step 7 of 9: log-probabilities and advantages -> loss. Pure functions of tensors, used by ``learner``.
 
-``policy_loss`` composes four pieces, each an argument; any function of the same signature takes the place of
-those here::
+``policy_loss`` composes four functions. Each is an argument, and any function with the same signature can
+replace the ones here::
 
     anchor      log-probabilities that the policy is compared with    ``behaviour``, ``old``, ``interpolated``
     ratio       policy / anchor                                       ``token_ratio``, ``sequence_ratio`` ...
@@ -41,13 +41,13 @@ class Tokens:
     advantages: Tensor
     weights: Tensor
     old: Tensor | None = None
-    """Log-probabilities recomputed before the update, if the learner was asked to."""
+    """Log-probabilities recomputed before the update, if the loss needs them."""
     ages: Tensor | None = None
     """Policy versions between the sampling of each token and the start of this step."""
     sequences: Tensor | None = None
     """Number of the sequence of each token, from 0."""
     turns: Tensor | None = None
-    """Number of the turn of each token, from 0; different sequences have different ones."""
+    """Number of the turn of each token, from 0. Turns of different sequences have different numbers."""
 
 
 Objective = Callable[[Tokens], "tuple[Tensor, Stats]"]
@@ -72,10 +72,10 @@ def old(tokens: Tokens) -> Tensor:
 
 
 def interpolated(tokens: Tokens) -> Tensor:
-    """Anchor between sampler and policy, without a further forward pass (A-3PO, arXiv 2512.06547).
+    """Anchor between sampler and policy, without another forward pass (A-3PO, arXiv 2512.06547).
 
-    ``log prox = a log behaviour + (1 - a) log policy`` with a = 1 / age, and 1 for an age of 0; without
-    gradient.
+    ``log prox = a log behaviour + (1 - a) log policy``, without gradient, with a = 1 / age, or 1 for an age
+    of 0.
     """
     ages = _given(tokens.ages, "anchor 'interpolated' needs the ages of the tokens")
     share = 1.0 / ages.clamp(min=1).to(tokens.logprobs.dtype)
@@ -129,7 +129,7 @@ def unbounded(ratios: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
 def clip(
     ratios: Tensor, tokens: Tokens, *, low: float = 0.2, high: float = 0.28, dual: float = 3.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the pessimistic one of ``-r A`` and ``-clip(r, 1 - low, 1 + high) A``.
+    """Return the larger of ``-r A`` and ``-clip(r, 1 - low, 1 + high) A``.
 
     For ``A < 0`` it is at most ``-dual A``. PPO (arXiv 1707.06347); unequal bounds: DAPO
     (2503.14476); dual clip: 1912.09729, 0 disables it.
@@ -149,7 +149,7 @@ def clip(
 def cap(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return ``-clip(r, 1 - low, 1 + high) A log pi``, the clipped ratio without gradient.
 
-    CISPO (arXiv 2506.13585): no token loses its gradient; ``low = 1`` is without a lower bound.
+    CISPO (arXiv 2506.13585): no token loses its gradient. ``low = 1`` means no lower bound.
     """
     bounded = ratios.detach().clamp(1.0 - low, 1.0 + high)
     logprobs = torch.where(tokens.weights != 0, tokens.logprobs, 0.0)
@@ -170,9 +170,10 @@ def divergence(
 ) -> tuple[Tensor, Tensor]:
     """Return ``-r A`` without the tokens whose probability has moved too far in the direction of A.
 
-    DPPO with the binary total variation (arXiv 2602.04879): a token is omitted if ``p - q > high`` and
-    ``A > 0``, or ``q - p > low`` and ``A < 0``. p is its probability now and q = p / r under the anchor. A
-    token that was rare keeps its gradient at any ratio, so its weight is at most ``cap``; 0 disables it.
+    DPPO with the binary total variation (arXiv 2602.04879): a token is omitted if ``p - q > high`` and ``A >
+    0``, or ``q - p > low`` and ``A < 0``. p is its current probability and q = p / r its probability under
+    the anchor. A rare token keeps its gradient at any ratio, so its weight is at most ``cap``. 0 disables
+    this bound.
     """
     plain = ratios.detach()
     moved = tokens.logprobs.detach().exp() * (1.0 - 1.0 / plain)
@@ -182,7 +183,7 @@ def divergence(
 
 
 def band(ratios: Tensor, tokens: Tokens, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return ``-r A`` without the tokens whose ratio lies outside [1 - low, 1 + high], whatever A is."""
+    """Return ``-r A`` without the tokens whose ratio lies outside [1 - low, 1 + high], for any A."""
     outside = ((ratios < 1.0 - low) | (ratios > 1.0 + high)).detach()
     return torch.where(outside, 0.0, -ratios * tokens.advantages), outside
 
@@ -197,7 +198,7 @@ def importance_weights(
 ) -> Tensor:
     """Return the importance weights of the anchor over the sampler, without gradient.
 
-    ``w = min(anchor / behaviour, cap)`` (truncated importance sampling, TIS; 0 is without a bound).
+    ``w = min(anchor / behaviour, cap)`` (truncated importance sampling, TIS; a ``cap`` of 0 means no bound).
     With a ``floor``, tokens whose ratio lies outside ``[floor, cap]`` get 0 instead (masked importance
     sampling: MIS, IcePop). By sequence, the ratio is the geometric mean over the sequence.
     """
@@ -248,12 +249,12 @@ def sft_loss(tokens: Tokens) -> tuple[Tensor, Stats]:
 
 
 def value_loss(tokens: Tokens, *, clip: float | None = 0.2) -> tuple[Tensor, Stats]:
-    """Return half the squared error of a critic's values; PPO's loss of values (arXiv 1707.06347).
+    """Return half the squared error of a critic's values (PPO, arXiv 1707.06347).
 
-    A critic's ``Tokens`` have values in place of log-probabilities: ``logprobs`` those in training,
-    ``behaviour`` those before the update, ``advantages`` the returns that they are to become. The error is
-    the larger one of that of the value and that of the value at most ``clip`` away from the one before; None
-    is without that bound.
+    A critic's ``Tokens`` hold values instead of log-probabilities: ``logprobs`` are the values in training,
+    ``behaviour`` the values before the update, and ``advantages`` the target returns. The error is computed
+    for the value and for the value clipped to within ``clip`` of the value before the update, and the larger
+    error counts. None disables this clipping.
     """
     values, before, returns = tokens.logprobs, tokens.behaviour, tokens.advantages
     losses = (values - returns).square() / 2.0
@@ -266,10 +267,10 @@ def value_loss(tokens: Tokens, *, clip: float | None = 0.2) -> tuple[Tensor, Sta
 
 
 def twin_loss(tokens: Tokens) -> tuple[Tensor, Stats]:
-    """Return half the squared error of the values of twin critics, of both (ArCHer, arXiv 2402.19446).
+    """Return half the squared error of both twin critics (ArCHer, arXiv 2402.19446).
 
-    ``logprobs`` are the values in training, [N, 2]; ``behaviour`` and ``advantages`` are what those of the
-    first and of the second critic are to become, [N] each, NaN where that is not known.
+    ``logprobs`` are the values in training, [N, 2]. ``behaviour`` and ``advantages`` are the targets of the
+    first and of the second critic, [N] each, with NaN for unknown targets.
     """
     targets = torch.stack([tokens.behaviour, tokens.advantages], -1)
     errors = torch.where(targets.isnan(), 0.0, tokens.logprobs - targets.nan_to_num())
@@ -301,11 +302,11 @@ def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The loss of a learner: an objective, and the terms that keep the policy random and near a reference."""
+    """The loss of a learner: an objective, an entropy bonus, and a penalty for leaving a reference."""
 
     objective: Objective = policy_loss
     recompute: bool = False
-    """Give the objective the log-probabilities at the start of the step as well (``Tokens.old``)."""
+    """Also give the objective the log-probabilities at the start of the step (``Tokens.old``)."""
     entropy_coefficient: float = 0.0
     kl_coefficient: float = 0.0
     """Weight of the penalty towards the learner's reference, or towards the model without its adapters."""

@@ -1,8 +1,9 @@
-"""A sub-agent as a tool, beside those of the environment (MATPO, arXiv 2510.04678).
+"""A sub-agent as a tool, alongside the tools of the environment (MATPO, arXiv 2510.04678).
 
-The planner is the policy in the context of the episode. It sees one more tool, which takes a task; a call is
-answered by a worker: the same policy with a system prompt, tools and a context of its own, in the same
-session. The last text of the worker is the result of the call. Pure functions; ``actor.py`` plays both::
+The planner is the policy in the context of the episode. It sees one more tool, which takes a task. A worker
+answers each call: the same policy with its own system prompt, tools and context, in the same session. The
+last text of the worker is the result of the call. This module has pure functions, and ``actor.py`` plays
+both::
 
     segment 0   planner   [system, problem] delegate(task) ............ report -> submit(...)
     segment 1   worker                      [system, task] search(...) -> report
@@ -27,14 +28,14 @@ _TASK = {"type": "string", "description": "What to do, with all that the agent n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The calls of one message, by who answers them."""
+    """The calls of one message, grouped by who answers them."""
 
     sent: Message | None
-    """The message with the calls of the environment only; None if there are others and none of these."""
+    """The message with only the environment's calls, or None if all of its calls are others."""
     tasks: Mapping[str, str] = field(default_factory=dict)
     """Id of a call -> the task for a worker."""
     errors: Mapping[str, Message] = field(default_factory=dict)
-    """Id of a call that is not valid -> the answer to it."""
+    """Id of an invalid call -> the answer to it."""
 
 
 def planner_tools(sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
@@ -68,8 +69,8 @@ def views(
     """Return the opening and the tools of every kind of segment of a session.
 
     Raises:
-        ConfigError: the settings name a tool that the session does not have, or one that it has for the
-            sub-agent.
+        ConfigError: the settings name a tool that the session does not have, or the sub-agent has the name of
+            one of its tools.
     """
     if sub_agent is None:
         return [(opening, tools)]
@@ -93,7 +94,7 @@ def views(
 def divided(message: Message, *, sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> Division:
     """Divide the calls of a message of an agent that sees ``tools``.
 
-    The environment answers texts, calls that could not be read, and calls of its tools that the agent sees.
+    The environment answers texts, calls that could not be parsed, and calls of its tools that the agent sees.
     """
     names = [tool.function.name for tool in tools]
     sent: list[ToolCall] = []

@@ -12,8 +12,8 @@ A trajectory of two turns is one row of tokens that is never decoded and re-enco
     TokenSequence.token_ids  = P0 + A0 + E0 + A1
     TokenSequence.loss_mask  = 0…0  1…1  0…0  1…1
 
-A context that does not continue the one before it, of a sub-agent or after the history was rewritten, is
-another ``Segment`` of the same trajectory and another row, with the same return.
+A context that does not continue the previous one is another ``Segment`` of the same trajectory and another
+row, with the same return. Sub-agents and rewritten histories have such contexts.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class SamplingParams:
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    """Sample from the most probable tokens that hold this share of the probability; 1 is all."""
+    """Sample from the most probable tokens with this total probability. 1 means all tokens."""
     top_k: int = 0
-    """Sample from this many of the most probable tokens; 0 is all."""
+    """Sample from this many of the most probable tokens. 0 means all tokens."""
     min_p: float = 0.0
-    """Sample from the tokens that are at least this share as probable as the most probable one."""
+    """Sample from tokens whose probability is at least this share of the most probable token's."""
     seed: int = 0
-    """Seed of this request's random stream; its tokens do not depend on the rest of the batch."""
+    """Seed of this request. Its tokens do not depend on the rest of the batch."""
     grammar: str = ""
-    """Grammar of the text that may be sampled, in the syntax of llguidance; "" is any text."""
+    """Grammar of the allowed text, in the syntax of llguidance. "" allows any text."""
 
     def check_room(self, token_ids: Sequence[int], *, max_context: int) -> None:
         """Check that a context is not empty and leaves room for ``max_new_tokens``.
@@ -87,7 +87,7 @@ class Sampling:
     max_context: int = 2048
     """Token limit of one context, prompt and replies included."""
     max_new_tokens: int = 256
-    """Token limit of one turn; the last turn of a full context is shorter."""
+    """Token limit of one turn. The last turn of a full context is shorter."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -117,11 +117,11 @@ class Sampling:
 class AllowedSets:
     """The tokens from which each token of a constrained completion was drawn.
 
-    Most places of a text share a few sets, so each set is held once.
+    Most positions in a text share a few sets, so each set is stored once.
     """
 
     sets: Sequence[bytes]
-    """Packed bits: bit ``t % 8`` of byte ``t // 8`` is set if token ``t`` is allowed. All have one size."""
+    """Packed bits, all of one size: bit ``t % 8`` of byte ``t // 8`` is set if token ``t`` is allowed."""
     places: Sequence[int]
     """Number of the set of each token, from 1; 0 allows all tokens."""
 
@@ -145,7 +145,7 @@ class AllowedSets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens sampled for one turn; every list has one entry per token, the stop token included."""
+    """Tokens sampled for one turn. Every list has one entry per token, including the stop token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -208,13 +208,13 @@ class Turn:
     invalid_calls: int = 0
     """Tool calls of this turn that the environment rejected (a model error)."""
     tolerant: bool = False
-    """True if its calls are not in the syntax of the model's family, and were read nevertheless."""
+    """True if its calls were parsed although they are not in the syntax of the model's family."""
     thought: str | None = None
-    """The thought of the completion; it is recorded, and the environment never sees it."""
+    """The thought of the completion. It is recorded, but the environment never sees it."""
     segment: int = 0
     """Number of the segment in its trajectory whose context the turn extends."""
     alternatives: Sequence[Completion] = ()
-    """Further completions of the same context, which the environment never saw."""
+    """More completions of the same context, which the environment never saw."""
     times: Sequence[float] = field(default=(), compare=False)
     """Seconds from the start of the episode to the request, the completion and, if it came, the reply."""
 
@@ -223,12 +223,12 @@ class Turn:
 class Segment:
     """One context of a trajectory: a row of tokens that is only ever extended.
 
-    The segments of a trajectory are a tree: a sub-agent has a context of its own, and a history that is
-    rewritten (summarized, cut) is continued by a new one.
+    The segments of a trajectory form a tree: a sub-agent has its own context, and a rewritten (summarized,
+    cut) history continues in a new segment.
     """
 
     parent: int | None
-    """Number of the segment that this one was opened from; None for the first."""
+    """Number of the segment from which this segment was opened; None for the first."""
     after_turn: int | None
     """Number in the trajectory of the parent's turn after which it was opened; None for the first."""
     reason: Literal["root", "rewritten", "sub_agent"]
@@ -246,7 +246,8 @@ ROOT = Segment(parent=None, after_turn=None, reason="root")
 class Trajectory:
     """One episode: its turns, its end and its total reward.
 
-    However many segments it has, it is one rollout: with one return, one place in its group and one weight.
+    It is one rollout, whatever its number of segments: it has one return, one place in its group and one
+    weight.
     """
 
     sample: TaskSample
@@ -345,7 +346,7 @@ class Step:
     trained_version: int = 0
     """``policy_version`` of the weights before the step, which is the number of trained steps."""
     waited_s: float = 0.0
-    """Time the trainer was idle waiting for these groups."""
+    """Time that the trainer waited for these groups."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics once the step is trained, with ``reward`` and ``success`` as means over its episodes."""
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -353,12 +354,12 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Steps that are trained once this one is, from 1."""
+        """Number of trained steps after this step, from 1."""
         return self.next_version
 
     @property
     def next_version(self) -> int:
-        """``policy_version`` of the weights that the step makes."""
+        """``policy_version`` of the weights after the step."""
         return self.trained_version + 1
 
 
@@ -378,9 +379,9 @@ class TokenSequence:
     task: str
     group_id: int
     rollout: int | None = None
-    """Number of its trajectory in the step, the same for all segments; None is a trajectory of its own."""
+    """Number of its trajectory in the step, the same for all segments; None if it is the only segment."""
     allowed: IntArray | None = None
-    """Row of ``allowed_sets`` that each token was drawn from; None if all tokens of all rows are allowed."""
+    """Row in ``allowed_sets`` of the set of each token; None if all tokens of all rows are allowed."""
     allowed_sets: NDArray[np.uint8] | None = None
     """Packed sets as in ``AllowedSets``, [sets, bytes]; the first allows all tokens."""
 
@@ -410,7 +411,7 @@ class MicroBatch:
     """Weight of each sampled token in the loss. It includes the global denominator of the aggregation, so the
     loss of a step is the plain sum over its micro-batches."""
     allowed: torch.Tensor
-    """Row of ``allowed_sets`` that each token was drawn from."""
+    """Row in ``allowed_sets`` of the set of each token."""
     allowed_sets: torch.Tensor
     """Packed sets as in ``AllowedSets``, [sets, bytes]; the first allows all tokens. Log-probabilities,
     entropy and gradients of the policy are renormalized over the allowed tokens."""
@@ -435,7 +436,7 @@ class Batch:
 
 
 class Engine(Protocol):
-    """Seam: a source of completions, wherever generation runs."""
+    """Interface: a source of completions, in any process or machine."""
 
     async def generate(
         self,
@@ -448,8 +449,8 @@ class Engine(Protocol):
         """Sample one completion after ``token_ids``.
 
         ``token_ids`` is the whole context. Calls with the same ``session_key`` extend one another, so an
-        engine may cache the prefix. Raises ``EngineError`` on failure, and if the engine makes no progress:
-        callers need no deadline of their own.
+        engine can cache the prefix. Raises ``EngineError`` on failure, and also if the engine makes no
+        progress, so callers need no deadline of their own.
         """
         ...
 
@@ -463,7 +464,7 @@ class Engine(Protocol):
 
 
 class Sampler(Protocol):
-    """Seam: samples the turns of one attempt at an episode."""
+    """Interface: samples the turns of one attempt at an episode."""
 
     @property
     def sampling(self) -> Sampling:
@@ -478,9 +479,9 @@ class Sampler(Protocol):
         segment: int = 0,
         grammar: str = "",
     ) -> Completion:
-        """Sample a turn after ``context``; the contexts of one segment extend one another.
+        """Sample a turn after ``context``. The contexts of one segment extend one another.
 
-        Raises ``EngineError`` on failure, and ``ConstraintError`` if the engine cannot keep to ``grammar``.
+        Raises ``EngineError`` on failure, and ``ConstraintError`` if the engine cannot follow ``grammar``.
         """
         ...
 
@@ -494,7 +495,7 @@ class MeasuredEngine(Engine, Protocol):
 
 
 class Sleeper(Protocol):
-    """Seam: an engine that can release its device memory for a while. Blocking, like ``publish``."""
+    """Interface: an engine that can release its device memory for a while. Blocking, like ``publish``."""
 
     def sleep(self) -> None:
         """Drop caches and move the weights to host memory; requests wait. Idempotent."""
@@ -506,7 +507,7 @@ class Sleeper(Protocol):
 
 
 class WeightSync(Protocol):
-    """Seam: transfer of parameters to an engine."""
+    """Interface: transfer of parameters to an engine."""
 
     def publish(
         self,
@@ -523,18 +524,18 @@ class WeightSync(Protocol):
 
 
 class RunningEngine(MeasuredEngine, Sleeper, WeightSync, Protocol):
-    """An engine as a run uses it: generation, statistics, sleep and new weights."""
+    """The interface of an engine in a run: generation, statistics, sleep and new weights."""
 
 
 class Trace(Protocol):
-    """Seam: recorder of timed spans. Callable from any thread; never raises.
+    """Interface: recorder of timed spans. Callable from any thread; never raises.
 
     A track is named ``group/track``, such as ``trainer/steps``; the spans of one track are nested or
     consecutive.
     """
 
     def span(self, track: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any]]:
-        """Record the duration of the block; facts known only at its end may be added to the yielded dict."""
+        """Record the duration of the block. Late attributes can be added to the yielded dict."""
         ...
 
     def mark(self, track: str, name: str, *, since: float, **facts: Any) -> None:
@@ -565,7 +566,7 @@ UNTRACED = Untraced()
 
 
 class Threads:
-    """Divides CPU threads among the parts that compute at the same time; one that computes alone gets all.
+    """Divides CPU threads among the parts that compute at the same time. A single part gets all threads.
 
     Args:
         count: number of threads; None leaves their number as it is.
@@ -577,7 +578,7 @@ class Threads:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the caller among those that compute, for the duration of the block."""
+        """Count the caller as computing for the duration of the block."""
         self._working.add(token := object())
         try:
             self.share()
@@ -586,7 +587,7 @@ class Threads:
             self._working.discard(token)
 
     def share(self) -> None:
-        """Set the number of threads of the caller's operations, which PyTorch keeps for each thread."""
+        """Set the number of threads for the caller's operations, which PyTorch keeps for each thread."""
         import torch  # here, because the command line starts without it
 
         if self._count is None:

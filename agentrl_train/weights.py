@@ -21,7 +21,7 @@ CANARY_TOKENS = 8
 FOREIGN = -1
 """Version of the weights of a model that is not trained."""
 CANARY_REPEATS = 16
-"""Canaries that decide where one alone exceeds the tolerance."""
+"""Number of canaries that decide if a single canary exceeds the tolerance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Drift:
 
 
 FLOAT32 = Drift(worst=1e-3, mean=1e-4)
-"""Tolerance for rounding where both compute in float32 on the same device.
+"""Tolerance for rounding if both compute in float32 on the same device.
 
 Of the tokens of a step of a model with 30 layers, the worst differs by 1e-4 and the mean by 2e-6.
 """
@@ -64,9 +64,9 @@ class Canary:
     a misplaced tensor. The prompts are random tokens, different for each version, because a confident policy
     hardly shows wrong weights.
 
-    In bfloat16 a single token may differ by a nat, so that the mean of a few exceeds a tolerance that the
-    mean of many keeps. One canary that fails is therefore followed by ``CANARY_REPEATS`` others, which
-    decide.
+    In bfloat16 a single token can differ by a nat. The mean of a few tokens can then exceed a tolerance that
+    the mean of many tokens satisfies. A canary that fails is therefore followed by ``CANARY_REPEATS`` others,
+    which decide.
 
     Args:
         probe: samples from the engines.
@@ -128,7 +128,8 @@ class Canary:
 class DriftCheck:
     """Compares log-probabilities of engine and trainer before each update.
 
-    The first check covers all sequences, later checks the one with the most tokens of the current weights.
+    The first check covers all sequences. Later checks cover the sequence with the most tokens of the current
+    weights.
 
     Args:
         logprobs: scores with the trainer.
@@ -162,7 +163,7 @@ class DriftCheck:
         if not self._checked_all and others:
             self._compare([freshest, *others], version=version, truncated=self._truncated)
         self._checked_all = True
-        # Alone, so that the last bits are the same in a run that was resumed.
+        # Computed alone, so that the last bits are the same in a resumed run.
         return self._compare([freshest], version=version, truncated=self._truncated)
 
     def check_probe(self, context: Sequence[int], completion: Completion, *, version: int) -> None:
@@ -176,10 +177,10 @@ class DriftCheck:
 
 
 class Publisher:
-    """Publishes to the current policy every time and to the stale one every ``stale_interval`` versions.
+    """Publishes to the current policy every time and to the stale policy every ``stale_interval`` versions.
 
     Cross-policy sampling (AgentRL, section 3.1) draws turns from both. With ``stale_interval = 0`` there is
-    no stale policy, or it keeps the weights that ``stale`` returns, as version ``FOREIGN``.
+    no stale policy, or the stale policy keeps the weights that ``stale`` returns, as version ``FOREIGN``.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Publisher:
 
 
 def require_same_parameters(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Check that two sets of weights have parameters of the same names and shapes. Raises ConfigError."""
+    """Check that two sets of weights have the same parameter names and shapes. Raises ConfigError."""
     differing = [
         name
         for name in sorted(found.keys() | expected.keys())
@@ -246,10 +247,10 @@ def drift(
         trainer: the trainer's log-probabilities of each sequence, [T] each.
         sequences: sequences with the engine's log-probabilities.
         version: policy version of the trainer's weights.
-        truncated: whether the engine left out improbable tokens, which makes the others more probable.
+        truncated: True if the engine excluded improbable tokens, which makes the others more probable.
 
     Raises:
-        WeightMismatch: the trainer's log-probabilities are not numbers, whatever the engine has.
+        WeightMismatch: the trainer's own log-probabilities are not numbers.
     """
     differences = [np.zeros(0)]
     for ours, one in zip(trainer, sequences, strict=True):
