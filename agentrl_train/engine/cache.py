@@ -1,8 +1,9 @@
-"""What the engine keeps of earlier tokens: keys and values, prefixes that are cached, likely continuations.
+"""State that the engine keeps of earlier tokens: keys and values, cached prefixes, likely continuations.
 
-A pass is one row of tokens: those of all sequences after one another, without padding. The layers of any
-Hugging Face model take it as it is, because they treat tokens alone, but for attention: a model whose
-``attn_implementation`` is ``ATTENTION`` calls ``slot_attention``, which reads the cache of each sequence.
+A pass is one row with the tokens of all sequences, one sequence after another, without padding. The layers of
+any Hugging Face model accept it unchanged, because all layers but attention process each token separately. A
+model whose ``attn_implementation`` is ``ATTENTION`` calls ``slot_attention``, which reads the cache of each
+sequence.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ATTENTION = "agentrl_slots"
 CONTEXT = 4
 """Number of tokens that a guess is based on."""
 MOST = 6
-"""Tokens guessed in one pass; a guess costs as much as a sampled token, right or wrong."""
+"""Tokens guessed in one pass. A guess costs as much as a sampled token, right or wrong."""
 CAPACITY = 2**18
-"""Number of contexts that are kept; the oldest are forgotten first."""
+"""Number of contexts to keep. The oldest are dropped first."""
 BLOCK = 16
 """Length of the shortest shared prefix, and increment of the longer prefixes."""
 T = TypeVar("T", bound=Hashable)
@@ -43,8 +44,8 @@ T = TypeVar("T", bound=Hashable)
 class Group:
     """Sequences whose attention is computed in one call: tokens ``begin`` to ``end`` of a pass.
 
-    The keys of a group are padded to the longest of its sequences, and its queries to the most tokens that
-    one of them has in the pass.
+    The keys of a group are padded to its longest sequence, and its queries to the largest number of tokens
+    that a sequence has in the pass.
     """
 
     begin: int
@@ -55,12 +56,12 @@ class Group:
     length: int
     """Number of cached tokens that attention sees, including the tokens of the pass."""
     view: bool = True
-    """True to read adjacent slots in place; copies make results bitwise independent of the slots."""
+    """Read adjacent slots in place. Copies make results bitwise independent of the slots instead."""
     keys_at: slice | Tensor = field(init=False)
     padded: Tensor | None = field(init=False, default=None)
     """Index in the group of each query [sequences, width]; None if all sequences have the same number."""
     unpadded: Tensor | None = field(init=False, default=None)
-    """Index among the padded queries of each token."""
+    """Index of each token among the padded queries."""
     masks: dict[str, Tensor | None] = field(init=False, default_factory=dict)
 
     @property
@@ -83,7 +84,7 @@ class Group:
     def mask(
         self, config: PreTrainedConfig, kind: str, positions: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return a mask to be added to the scores of a layer, [sequences, 1, width, length]; None is no mask.
+        """Return a mask to be added to the scores of a layer, [sequences, 1, width, length]; None for no mask.
 
         Args:
             config: text configuration of the model.
@@ -93,7 +94,7 @@ class Group:
         """
         if kind not in self.masks:
             queries = positions if self.padded is None else positions[self.padded.flatten()]
-            # Padding stands beyond the columns, where a window would be empty.
+            # Padding has positions beyond the columns. A window there would be empty.
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
             keys = torch.arange(self.length, device=positions.device)
             mask = hiding(config, kind, queries=queries, keys=keys, dtype=dtype)
@@ -117,7 +118,7 @@ _pass: ContextVar[SlotCache | None] = ContextVar("pass", default=None)
 class SlotCache(Cache):
     """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
 
-    One column beyond ``max_context`` receives what padding writes.
+    One more column after ``max_context`` receives the keys and values of padding.
     """
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
@@ -176,7 +177,7 @@ class SlotCache(Cache):
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given."""
+        """Return 0, because positions are always given."""
         return 0
 
 
@@ -197,9 +198,9 @@ def slot_attention(
     Args:
         module: attention module of the layer.
         query: [1, heads, tokens, dim].
-        key: what ``SlotCache.update`` returned, [slots, heads, columns, dim].
-        value: the same of the values.
-        attention_mask: unused; the pass determines what is seen.
+        key: keys returned by ``SlotCache.update``, [slots, heads, columns, dim].
+        value: values returned by ``SlotCache.update``, with the same shape.
+        attention_mask: unused; the pass determines which tokens are visible.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         s_aux: attention sinks of each head (gpt-oss).
@@ -242,9 +243,10 @@ def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class PrefixIndex(Generic[T]):
-    """Finds the owners of contexts that begin like another one, in time linear in its length.
+    """Finds the owners of contexts that begin like a given context, in time linear in its length.
 
-    Each beginning of a multiple of ``BLOCK`` tokens has a hash that includes those before it.
+    Each beginning with a multiple of ``BLOCK`` tokens has a hash, which includes the hash of the previous
+    one.
     """
 
     def __init__(self) -> None:
@@ -259,7 +261,7 @@ class PrefixIndex(Generic[T]):
             self._owners.setdefault(beginning, {})[owner] = None
 
     def discard(self, owner: T) -> None:
-        """Remove an owner, if it is there."""
+        """Remove an owner if it exists."""
         for beginning in self._hashes.pop(owner, ()):
             owners = self._owners[beginning]
             del owners[owner]
@@ -289,10 +291,10 @@ def _hashes(context: Sequence[int]) -> Iterator[int]:
 class Drafts:
     """A table of n-grams: the token that last followed each ``CONTEXT`` tokens.
 
-    Agents repeat themselves: the JSON of tool calls, names of the prompt, the answers of siblings.
+    Agents often repeat text: the JSON of tool calls, names in the prompt, the answers of siblings.
 
     Args:
-        stop: tokens that are never guessed, since nothing follows them.
+        stop: tokens that are never guessed, because no token follows them.
     """
 
     def __init__(self, stop: Collection[int]) -> None:
@@ -330,7 +332,7 @@ CALL_COLUMNS = 160
 
 
 def joined(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) -> list[Group]:
-    """Return calls of the attention with adjacent sequences that decode in one, if one call costs less."""
+    """Return attention calls, with adjacent decoding sequences joined in one call if that costs less."""
     groups: list[Group] = []
     for call, decodes in zip(calls, decoding, strict=True):
         last = groups[-1] if groups else None
@@ -343,7 +345,7 @@ def joined(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) ->
 
 
 def _pays(group: Group, call: Group) -> bool:
-    """Return True if one call for a group and one more sequence is cheaper than two calls on a CPU."""
+    """Return True if a single call for a group and one more sequence is cheaper than two calls on a CPU."""
     if call.slots[0] != group.slots[-1] + 1:
         return False
     size = len(group.slots)

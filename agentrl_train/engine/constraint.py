@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64
-"""Grammars that are kept compiled: requests of an agent program repeat a few."""
+"""Number of compiled grammars to cache. The requests of an agent program use only a few."""
 MAX_REASON = 500
-"""Characters of a reason of the library."""
+"""Maximum number of quoted characters of a reason from the library."""
 
 
 class Grammars:
@@ -29,8 +29,8 @@ class Grammars:
 
     Args:
         tokenizer: the tokenizer of the policy.
-        stop_token_ids: tokens that end a completion; they are allowed where the grammar is satisfied.
-        vocabulary: rows of the head of the policy; None is the size of the tokenizer.
+        stop_token_ids: tokens that end a completion; they are allowed when the grammar is satisfied.
+        vocabulary: rows of the head of the policy; by default the size of the tokenizer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Grammars:
         return cls(tokenizer, stop_token_ids=stop_token_ids, vocabulary=config.get_vocab_size())
 
     def start(self, grammar: str) -> Matcher:
-        """Return a matcher in front of the first token.
+        """Return a matcher at the position of the first token.
 
         Raises:
             ConstraintError: llguidance is missing, or it cannot compile the grammar.
@@ -66,7 +66,8 @@ class Grammars:
     def written(self, text: str) -> str:
         """Return a text as a part of a grammar.
 
-        Control tokens are named by their ids, because no text of a grammar holds them. Raises like ``start``.
+        Control tokens are written as ids, because text in a grammar cannot contain them. Raises like
+        ``start``.
         """
         parts: list[str] = []
         rest = ""
@@ -82,7 +83,7 @@ class Grammars:
         return " ".join([*parts, *([quoted(rest)] if rest else [])])
 
     def control(self, text: str) -> str:
-        """Return the control token that a text begins with, or "" if it begins with none."""
+        """Return the control token at the start of a text, or "" if there is none."""
         return max(filter(text.startswith, self._control_tokens()), key=len, default="")
 
     def _find_control_tokens(self) -> dict[str, int]:
@@ -124,7 +125,7 @@ class Matcher:
     """The tokens that can follow the tokens so far.
 
     Args:
-        matcher: of the library, in front of the first token.
+        matcher: matcher of the library, at the position of the first token.
         stop: tokens that end a completion.
         vocabulary: size of the sets.
     """
@@ -135,11 +136,11 @@ class Matcher:
         self._bytes = (vocabulary + 7) // 8
 
     def restart(self) -> None:
-        """Return to the place in front of the first token."""
+        """Return to the position of the first token."""
         self._matcher.reset()
 
     def advance(self, token: int) -> None:
-        """Append a token, which is allowed and ends nothing."""
+        """Append a token, which must be allowed and must not be a stop token."""
         self._matcher.consume_token(token)
 
     def allowed(self) -> bytes:
@@ -158,9 +159,9 @@ class Matcher:
         return packed
 
     def follow(self, guesses: Sequence[int]) -> tuple[Sequence[int], list[bytes]]:
-        """Return the guesses up to the first that is not allowed, and the sets in front of and behind each.
+        """Return the guesses up to the first that is not allowed, and the sets before and after each guess.
 
-        The place stays the same. Raises like ``allowed``.
+        The position does not change. Raises like ``allowed``.
         """
         ends = [number for number, token in enumerate(guesses) if token in self._stop]
         guesses = guesses[: ends[0] if ends else None]
@@ -197,7 +198,7 @@ def quoted(text: str) -> str:
 
 
 def unpacked(sets: Sequence[bytes], vocabulary: int) -> torch.Tensor:
-    """Return sets of tokens, packed as in ``AllowedSets``, as booleans [sets, vocabulary]; b"" has all."""
+    """Return packed sets (see ``AllowedSets``) as booleans [sets, vocabulary]. b"" contains all tokens."""
     found = np.ones((len(sets), vocabulary), dtype=bool)
     for row, packed in zip(found, sets, strict=True):
         if packed:

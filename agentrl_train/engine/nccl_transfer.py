@@ -26,7 +26,7 @@ class NcclTransfer:
     Args:
         step: runs a step on the engine.
         workers: number of GPUs of the engine.
-        weights: the first weights; later ones must have the same names and shapes.
+        weights: the first weights. Later weights must have the same names and shapes.
     """
 
     def __init__(self, step: Step, *, workers: int, weights: DeviceWeights) -> None:

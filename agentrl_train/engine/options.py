@@ -26,16 +26,16 @@ class ServingOptions:
     dtype: str = "float32"
     device: str = "cpu"
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine."""
+    """Additional arguments of vLLM's engine."""
     devices: Sequence[str] = ()
     """GPUs for ``CUDA_VISIBLE_DEVICES``; empty inherits the GPUs of the parent process."""
     threads: int = 1
-    """OpenMP threads on a CPU; more compete with the trainer for the cores."""
+    """OpenMP threads on a CPU. Too many would compete with the trainer for the cores."""
     transfer: Transfer = "memory"
     """Transport of weights: shared memory, or vLLM's own NCCL transfer."""
     policy_version: int = 0
     sleeps: bool = False
-    """True if it releases GPU memory while the learner works."""
+    """True if the engine releases GPU memory while the learner works."""
     deterministic: bool = False
     """See ``TorchEngine``."""
     deadline_s: float = 600.0
@@ -57,7 +57,7 @@ class ServingOptions:
             variables |= {
                 "OMP_NUM_THREADS": str(self.threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine: one import less
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the worker inside the engine
                 # Compiling the kernel that ranks log-probabilities blocks the engine for more than 10 s.
                 "TORCHDYNAMO_DISABLE": "1",
             }

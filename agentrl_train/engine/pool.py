@@ -1,7 +1,7 @@
 """A pool of supervised engine processes with session affinity and in-flight weight updates.
 
-Nothing here imports vLLM, which need not be installed beside the trainer. ``engine.vllm`` runs in the process
-of each replica, ``engine.vllm_worker`` in the workers of vLLM; a torch engine runs another module
+This module does not import vLLM, which can be installed in another environment. ``engine.vllm`` runs in the
+process of each replica, and ``engine.vllm_worker`` in the workers of vLLM. A torch engine runs another module
 (``ServingOptions.module``). A replica that exits or misses its heartbeats is killed and restarted with the
 last published weights, and its requests are retried.
 """
@@ -42,7 +42,7 @@ class EnginePool:
     Args:
         options: options of every replica process.
         policies: names of the policies; each has its own replicas.
-        replicas: engines per policy, or of each one.
+        replicas: engines per policy: one number for all, or a number for each policy.
         deadline_s: deadline of a weight update, and of any progress while a completion waits.
         start_s: deadline for an engine to start.
         liveness_s: heartbeat timeout after which an engine is killed and restarted.
@@ -50,7 +50,7 @@ class EnginePool:
             "drained" lets them finish first.
         python: interpreter of the engine processes.
         spawn: creates the engine processes.
-        names: converts published weights to those of a checkpoint; None sends them as they are.
+        names: converts the names of published weights to the names of a checkpoint; None keeps the names.
 
     Satisfies ``Engine``, ``WeightSync`` and ``Sleeper``. The engines start in the background; the first
     call waits.
@@ -100,9 +100,9 @@ class EnginePool:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            ConstraintError: the engine cannot keep to the grammar of the request.
-            EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or its
-                engine makes no progress. Cancelling the call aborts the request.
+            ConstraintError: the engine cannot follow the grammar of the request.
+            EngineError: the context has no room for ``max_new_tokens``, no engine starts any more, or the
+                engine of the session makes no progress. Cancelling the call aborts the request.
         """
         sampling.check_room(token_ids, max_context=self.max_context)
         choose = partial(self._replica_of, session_key, policy)
@@ -266,7 +266,7 @@ class EnginePool:
         return await while_progress(answer(), progress=progress, within_s=self._deadline_s)
 
     def _replica_of(self, session_key: str, policy: str) -> ReplicaSupervisor:
-        """Return the replica that caches the session's prefix, else the one with the fewest sessions."""
+        """Return the replica that caches the session's prefix, or else the one with the fewest sessions."""
         replica = self._affinity.get((session_key, policy))
         if replica is None or not replica.ready:
             sessions = Counter(other.name for other in self._affinity.values())

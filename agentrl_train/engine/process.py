@@ -24,9 +24,9 @@ from agentrl_train.errors import ConstraintError, EngineError
 STOP_S = 10.0
 """Grace period for an engine to exit."""
 GROUP_S = 3.0
-"""Time to kill the rest of its process group."""
+"""Timeout for killing the rest of its process group."""
 LOG_TAIL = 8000
-"""Characters of the engine output that are searched for the error that ended it."""
+"""Number of characters of the engine's output to search for the error that ended it."""
 ERROR_LENGTH = 500
 _ERROR = re.compile(r"(\(.*\) )?[\w.]*(Error|Exception)\b(?!.*initialization failed)")
 
@@ -66,15 +66,15 @@ class EngineLink(Protocol):
 
 
 class Spawn(Protocol):
-    """Seam: creates engine processes. ``EngineProcess`` itself creates local ones."""
+    """Interface: creates engine processes. ``EngineProcess`` itself creates local ones."""
 
     def __call__(self, options: ServingOptions, *, python: str, liveness_s: float) -> EngineLink:
-        """Return an engine that is not started yet."""
+        """Return an engine that has not been started."""
         ...
 
 
 class EngineLost(Exception):
-    """The engine process is lost, and the requests in progress with it."""
+    """The engine process is lost, together with its requests in progress."""
 
 
 class EngineProcess:

@@ -29,7 +29,7 @@ MOST_FAILURES = 3
 """Consecutive failures without a completion after which the supervisor stops restarting."""
 POLL_INTERVAL_S = 0.25
 HIGH, LOW = 0.95, 0.8
-"""KV cache utilization above which the limit is cut, and below which it may grow."""
+"""KV cache utilization above which the limit is cut, and below which it can grow."""
 CUT, GROWTH = 0.7, 2.0
 
 
@@ -38,7 +38,7 @@ class ReplicaSupervisor:
 
     Args:
         options: options of the engine process.
-        name: for messages.
+        name: name of the engine in messages.
         policy: name of its policy.
         python: interpreter of the process.
         start_s: start deadline.
@@ -140,7 +140,7 @@ class ReplicaSupervisor:
                     logger.info("engine %s was lost and loads its weights again: %s", self.name, error)
 
     async def sleep(self) -> None:
-        """Release device memory; an engine lost meanwhile is not restarted before ``wake``.
+        """Release device memory. An engine that is lost meanwhile is not restarted before ``wake``.
 
         Raises:
             EngineError: no engine starts any more.
@@ -200,7 +200,7 @@ class ReplicaSupervisor:
         )
 
     async def _transfer(self, engine: EngineLink, weights: DeviceWeights, pause: str) -> Frame:
-        """Send weights over NCCL; the blocking sender runs in a thread that may be abandoned."""
+        """Send weights over NCCL; the blocking sender runs in a thread that can be abandoned."""
         from agentrl_train.engine.nccl_transfer import NcclTransfer
 
         loop = asyncio.get_running_loop()
@@ -315,9 +315,9 @@ def next_limit(limit: float, *, most: int, kv_usage: float, preempted: bool, sat
         limit: the current limit.
         most: upper bound.
         kv_usage: share of the KV cache that running requests hold, 0 to 1.
-        preempted: whether requests lost their cache since the last call: between two observations the cache
+        preempted: True if requests lost their cache since the last call. Between two observations the cache
             can fill and empty again.
-        saturated: whether requests wait for the limit; an unreached limit does not grow.
+        saturated: True if requests wait because of the limit. A limit that is not reached does not grow.
     """
     if preempted or kv_usage > HIGH:
         return max(1.0, limit * CUT)

@@ -28,11 +28,11 @@ from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
 
 BLOCK = 256
-"""Weights of a block."""
+"""Number of weights in a block."""
 SINGLE_BLOCK = 4096
-"""Number of weights up to which blocks do not pay."""
+"""Up to this number of weights, blocks are not faster."""
 LARGEST_UNIFORM = 1 - 2**-30
-"""Keeps a draw off the zero weights at the end of a block, which rounding could select."""
+"""Prevents rounding from selecting the zero weights at the end of a block."""
 
 
 def sample(
@@ -49,14 +49,14 @@ def sample(
 
     Args:
         logits: [rows, vocabulary].
-        temperatures: [rows]; 0 is greedy, and the log-probability is then that of temperature 1.
+        temperatures: [rows]. 0 is greedy, with the log-probability of temperature 1.
         uniforms: [rows], in [0, 1).
-        truncation: which tokens are left out.
-        allowed: tokens that a constraint allows, [rows, vocabulary]; the others are left out before
-            ``truncation``. None allows all.
+        truncation: limits that exclude improbable tokens.
+        allowed: tokens that a constraint allows, [rows, vocabulary]. The others are excluded before
+            ``truncation``. None allows all tokens.
 
     Returns:
-        Token ids [rows] and their log-probabilities [rows], float32, among the tokens that are kept.
+        Token ids [rows], and their log-probabilities [rows] in float32 among the remaining tokens.
     """
     greedy = temperatures == 0
     scaled = logits.float()
@@ -82,8 +82,8 @@ def truncated(sampling: SamplingParams) -> bool:
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an index of each row, drawn in proportion to its weight, and the sum of the row.
 
-    Many weights are summed by blocks, and one by one only in the block that the draw falls into, because
-    cumulative sums need float64, in which float32 loses no tail, and that is slow for a whole vocabulary.
+    Many weights are summed by blocks, and one by one only in the block that contains the draw. Cumulative
+    sums need float64, because float32 would lose the tail, and float64 is slow for a whole vocabulary.
 
     Args:
         weights: [rows, size], not negative.
@@ -112,13 +112,13 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 PASS_TOKENS = 4096
-"""Token budget of a pass; sequences beyond it wait for the next one."""
+"""Token budget of a pass. Sequences beyond it wait for the next pass."""
 CHUNK_CELLS = 2**22
-"""Budget of queries times keys of one sequence in a pass; longer contexts are prefilled in chunks."""
+"""Budget of queries times keys of one sequence in a pass. Longer contexts are prefilled in chunks."""
 SHORTEST_SHARE = 16
-"""Tokens that a prefix must have in common for one sequence to wait until another has cached it."""
+"""A sequence waits until another sequence has cached their common prefix if it has this many tokens."""
 SHORTEST_VIEW = 64
-"""Minimum attention width with fixed shapes; it doubles as a sequence grows."""
+"""Minimum attention width with fixed shapes. It doubles as a sequence grows."""
 FIXED_ROWS = 16
 """Sequences of every decode pass in deterministic mode, padding included."""
 
@@ -132,9 +132,9 @@ class Request:
     sampling: SamplingParams
     done: Callable[[Completion], None]
     failed: Callable[[ConstraintError], None] | None = None
-    """Called in place of ``done`` if the constraint cannot be kept."""
+    """Called instead of ``done`` if the constraint cannot be satisfied."""
     matcher: Matcher | None = None
-    """Constraint behind ``token_ids``."""
+    """Constraint for the tokens after ``token_ids``."""
     uniforms: np.ndarray = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Request:
         self.uniforms = generator.random(self.sampling.max_new_tokens, dtype=np.float32)
 
     def restart(self) -> None:
-        """Discard the sampled tokens; the random numbers stay the same."""
+        """Discard the sampled tokens. The random numbers stay the same."""
         for sampled in (self.token_ids, self.logprobs, self.versions, self.places):
             sampled.clear()
         if self.matcher is not None:
@@ -196,20 +196,20 @@ class _Sequence:
 
 @dataclass(slots=True, kw_only=True)
 class _Part:
-    """What a sequence has in a pass: pending tokens, then guesses of those that follow."""
+    """The part of a pass that belongs to a sequence: pending tokens, then guesses of the next tokens."""
 
     sequence: _Sequence
     pending: Sequence[int]
     drafted: Sequence[int] = ()
     samples: bool = True
-    """False for a chunk of a context whose rest follows."""
+    """False for a chunk of a context if more chunks follow."""
     allowed: Sequence[bytes] = ()
     """Packed sets of the tokens that can be sampled, one for each position that samples."""
     failure: ConstraintError | None = None
-    """Reason for which no token can be sampled."""
+    """Reason why no token can be sampled."""
 
     def constrain(self) -> None:
-        """Find the allowed tokens; guesses end before the first one that is not allowed."""
+        """Find the allowed tokens, and drop guesses from the first one that is not allowed."""
         request = self.sequence.request
         if not self.samples or request is None:
             return
@@ -225,17 +225,17 @@ class _Part:
 class Scheduler:
     """Continuous batching over one model. Not thread-safe: only the engine's thread calls it.
 
-    A pass takes the pending tokens of all active sequences, whether they are a context or the last sampled
-    token, and the tokens that ``Drafts`` guesses to follow. The logits of each position decide, with the
-    random number of that position, which token is sampled there; the guesses up to the first wrong one have
-    then been sampled as without guesses (speculative decoding, but with the same draws).
+    A pass takes the pending tokens of all active sequences (a context or the last sampled token), followed by
+    the guesses of ``Drafts``. At each position, the logits and the random number of that position determine
+    the sampled token. Guesses up to the first wrong one are therefore the tokens that would be sampled
+    without guesses (speculative decoding, but with the same draws).
 
-    Sequences between two requests keep their slot until another needs it, least recently used first.
-    Schedulers may share ``drafts``, since policies of one run say much the same.
+    A sequence keeps its slot between two requests until another sequence needs it, least recently used first.
+    Schedulers can share ``drafts``, because the policies of one run produce similar text.
 
-    With ``fixed_rows`` a completion depends, bit for bit, only on the weights and its request: no prefix is
-    shared or kept, nothing is guessed, each context is prefilled alone, and every decode pass has that many
-    sequences, padding included, and a number of columns given by their length.
+    With ``fixed_rows`` a completion depends, bit for bit, only on the weights and its request. No prefix is
+    shared or kept, no tokens are guessed, and each context is prefilled alone. Every decode pass has that
+    many sequences, including padding, and its number of columns depends only on their length.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Scheduler:
         self._prefixes: PrefixIndex[_Sequence] = PrefixIndex()
         self._drafts = drafts or Drafts(self._stop)
         self._reached: dict[str, int] = {}
-        """Largest number of cached tokens per session: prefilling up to there again counts as reprefilled."""
+        """Largest number of cached tokens per session. Prefilling them again counts as reprefilled."""
         self._waiting: deque[Request] = deque()
 
     @property
@@ -313,7 +313,7 @@ class Scheduler:
             sequence.cached.clear()
 
     def rebuilt(self, *, num_slots: int) -> Scheduler:
-        """Return a scheduler with the same weights and a new cache; it restarts every request."""
+        """Return a scheduler with the same weights and a new cache, which restarts every request."""
         fresh = Scheduler(
             self.model,
             name=self.name,
@@ -393,7 +393,7 @@ class Scheduler:
     # Composition of a pass.
 
     def _parts(self) -> list[_Part]:
-        """Return the work of the next pass: by slot, sequences that sample their next token first."""
+        """Return the work of the next pass by slot. Sequences that sample their next token come first."""
         decoding: list[_Part] = []
         prefilling: list[_Part] = []
         budget = PASS_TOKENS
@@ -421,7 +421,7 @@ class Scheduler:
         return self._drafts.guess(request.context, request.token_ids, most=min(room, left))
 
     def _copy_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
-        """Copy the shared prefix from another sequence's cache; return True if more of it will follow."""
+        """Copy the shared prefix from another sequence's cache. Return True if more of it will follow."""
         request = sequence.request
         assert request is not None
         if len(sequence.cached) >= len(request.context):
@@ -452,7 +452,7 @@ class Scheduler:
         ]
 
     def _view(self, sequence: _Sequence) -> int:
-        """Return the attention width of the next token of a sequence, a function of its length alone."""
+        """Return the attention width of the next token of a sequence, which depends only on its length."""
         columns = SHORTEST_VIEW
         while columns <= len(sequence.cached):
             columns *= 2
@@ -531,7 +531,7 @@ class Scheduler:
         return read_logits(self.model, hidden)
 
     def _groups(self, parts: Sequence[_Part], begins: np.ndarray, *, padding: int) -> list[Group]:
-        """Return the calls of the attention: one for adjacent sequences of like length that decode."""
+        """Return the attention calls: one call for adjacent decoding sequences of similar length."""
         if self._fixed_rows and parts[0].samples:
             slots = [part.sequence.slot for part in parts] + [parts[0].sequence.slot] * padding
             length = self._view(parts[0].sequence)
@@ -566,7 +566,7 @@ class Scheduler:
         self.num_reprefilled += max(0, again)
 
     def _accept(self, part: _Part, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append the sampled tokens up to the first that was guessed wrong, or that stops the request."""
+        """Append the sampled tokens up to the first wrong guess, or up to the end of the request."""
         sequence, request = part.sequence, part.sequence.request
         assert request is not None
         for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):

@@ -1,8 +1,8 @@
 """An engine in this process: any Hugging Face causal LM in PyTorch, on a CPU or a GPU.
 
-Continuous batching in a dedicated thread. Requests join while others decode; the prefix of a session stays
-cached between turns; new weights are loaded between two decode steps, also in the middle of completions, and
-every token records the version that sampled it.
+Continuous batching in a dedicated thread. Requests join while others decode, and the prefix of a session
+stays cached between turns. New weights are loaded between two decode steps, even in the middle of
+completions. Every token records the version that sampled it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class TorchEngine:
     Args:
         models: policy name -> model; the engine owns these copies. "current" must be among them.
         stop_token_ids: tokens that end a completion; they are part of it.
-        max_sequences: rows of the cache of each policy, or of each one: sequences decoding or parked between
-            turns.
+        max_sequences: rows of the cache, which hold sequences that decode or wait between turns: one number
+            for all policies, or a number for each policy.
         max_context: maximum number of tokens of one sequence.
         deadline_s: seconds in which a pass must be completed while a completion or weight update waits.
-        threads: CPU threads, shared with others that compute; None keeps the default of PyTorch.
-        tokenizer: with which constraints are compiled; without it, requests with one are refused.
+        threads: CPU threads, shared with other parts that compute; None keeps the default of PyTorch.
+        tokenizer: compiles constraints. Without it, requests with a constraint are rejected.
         deterministic: completions depend, bit for bit, only on the weights and the request, on one machine
             and number of threads. Slower: no prefix caching, padded shapes.
 
@@ -139,7 +139,7 @@ class TorchEngine:
         """Sample one completion after ``token_ids``.
 
         Raises:
-            ConstraintError: the grammar of the request cannot be compiled or kept.
+            ConstraintError: the grammar of the request cannot be compiled or satisfied.
             EngineError: the context has no room for ``max_new_tokens``, the engine failed, or it makes no
                 progress. Cancelling the call aborts the request.
         """
@@ -201,7 +201,7 @@ class TorchEngine:
         self._between_steps(load, doing="load new weights")
 
     def sleep(self) -> None:
-        """Release device memory until ``wake``; active requests restart then. Idempotent.
+        """Release device memory until ``wake``. Active requests then restart. Idempotent.
 
         Raises:
             EngineError: the engine failed or makes no progress.
@@ -218,14 +218,14 @@ class TorchEngine:
 
     @property
     def max_sequences(self) -> int:
-        """Return the sequences per policy that fit; reduced after out-of-memory errors."""
+        """Return the number of sequences per policy that fit. Out-of-memory errors reduce it."""
         return min(replica.num_slots for replica in self._replicas.values())
 
     def statistics(self) -> dict[str, float]:
         """Return running totals.
 
         ``reprefilled_tokens`` are prefilled tokens that were cached before, under older weights or in a row
-        since evicted; ``abandoned_tokens`` were sampled for requests that were cancelled or restarted.
+        that was evicted. ``abandoned_tokens`` were sampled for requests that were cancelled or restarted.
         """
         replicas = self._replicas.values()
         return {
@@ -380,9 +380,9 @@ async def while_progress(work: Awaitable[T], *, progress: Callable[[], object], 
     """Await ``work`` for as long as an engine makes progress.
 
     Args:
-        work: is cancelled if this call raises.
+        work: the awaitable. It is cancelled if this call raises.
         progress: returns a value that changes with each unit of progress, such as a count of passes.
-        within_s: seconds without progress, twice as many at most, after which the wait ends.
+        within_s: the wait ends after this many seconds without progress, or at most twice as many.
 
     Raises:
         EngineError: ``progress`` returned the same value for ``within_s``.
@@ -440,7 +440,7 @@ def _require_supported(model: PreTrainedModel, max_context: int) -> None:
 
 @torch.inference_mode()
 def independent_rows(model: PreTrainedModel, *, wanted: int = FIXED_ROWS) -> int:
-    """Return how many rows may share a pass: ``wanted`` if position and neighbours change no bit, else 1.
+    """Return how many rows can share a pass: ``wanted`` if position and neighbours change no bit, else 1.
 
     Each token of a batch is tried at every position.
     """

@@ -22,8 +22,8 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
     """Return per-layer checksums that do not depend on how an engine names, fuses or pads parameters.
 
-    Sums of bit patterns are unchanged when tensors of a layer are joined or padded with zeros. They miss
-    permutations within a layer, which the canary's log-probabilities detect.
+    Sums of bit patterns do not change when tensors of a layer are joined or padded with zeros. They do not
+    detect permutations within a layer, but the canary's log-probabilities do.
     """
     sums = _LayerSums()
     for name, parameter in parameters:
@@ -67,8 +67,8 @@ Held = tuple[Fingerprint, Sequence[Fingerprint]]
 def lost_push(*, before: Held, after: Held) -> str:
     """Describe the tensors that a push to a sharded engine did not change; empty if it changed all.
 
-    The fingerprints of shards do not add up to that of the weights sent: engines replicate some parameters.
-    But a layer changes on the workers if it changed in what was sent, and otherwise on none.
+    The fingerprints of shards do not add up to the fingerprint of the sent weights, because engines replicate
+    some parameters. But a layer changes on the workers if and only if it changed in the sent weights.
     """
     (sent_before, held_before), (sent, held) = before, after
     changed = {layer for layer, count in sent.items() if sent_before.get(layer) != count}
@@ -92,7 +92,7 @@ class SharedWeights:
     is small in containers.
 
     Args:
-        state: name -> parameter, as a checkpoint names them.
+        state: name in a checkpoint -> parameter.
         dtype: dtype of the engine.
         policy_version: version of these weights.
         exact: names of tensors that keep their own dtype.
@@ -114,9 +114,9 @@ class SharedWeights:
         room = _header_room(state)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
             file.seek(room)
-            for name, value in state.items():  # one pass: a sharded model is gathered as it is read
+            for name, value in state.items():  # only one pass, because reading a sharded model gathers it
                 cast = value.detach().to(value.dtype if name in exact else dtype).contiguous()
-                sums.add(name, cast)  # on its device: a host sums a hundred times slower than a GPU
+                sums.add(name, cast)  # on its device, because a host is a hundred times slower than a GPU
                 heads[name] = torch.empty_like(cast, device="meta")
                 file.write(cast.cpu().view(-1).view(torch.uint8).numpy().data)
             file.seek(0)

@@ -1,4 +1,4 @@
-"""Improbable tokens, which requests can leave out of a draw."""
+"""Truncated sampling, which excludes improbable tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl_train.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """The limits of ``SamplingParams`` on the tokens that may be sampled, [rows] each."""
+    """The limits of ``SamplingParams`` on the tokens that can be sampled, [rows] each."""
 
     top_p: torch.Tensor
     top_k: torch.Tensor
@@ -30,8 +30,8 @@ class Truncation:
     def apply(self, scaled: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocabulary] that are -inf for the excluded tokens.
 
-        In the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of what these leave. The most probable
-        token is always kept.
+        The limits apply in the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of the remaining tokens.
+        The most probable token is always kept.
         """
         ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
         out = ordered < ordered[:, :1] + self.min_p.log()[:, None]

@@ -1,8 +1,8 @@
 """The process of one vLLM engine: serves ``AsyncLLM`` to the trainer over a socket.
 
 ``python -m agentrl_train.engine.vllm DESCRIPTOR OPTIONS`` is started by ``engine.process``. It exits,
-with its child processes, when the socket is closed. It runs in an environment with vLLM, which may differ
-from that of the trainer.
+with its child processes, when the socket is closed. It runs in an environment with vLLM, which can differ
+from the environment of the trainer.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
     """Return the arguments of vLLM: token ids in and out, no generation defaults from the model folder."""
     chosen: dict[str, Any] = {}
     if options.device == "cpu":
-        # Compilation does not pay off on a CPU. There vLLM cannot rewind the random stream of a request
-        # after a chunk of its prompt, so prompts are not chunked.
+        # Compilation does not pay off on a CPU. On CPUs, vLLM also cannot rewind the random stream of a
+        # request after a chunk of its prompt, so prompts are not chunked.
         whole = max(PREFILL_TOKENS, options.max_context)
         chosen |= {
             "enforce_eager": True,
@@ -129,8 +129,8 @@ class Server:
     async def begin(self) -> None:
         """Set the version of the initial weights, and sample one token.
 
-        The first request may compile kernels. It blocks the engine for so long that it would miss heartbeats,
-        which begin once this has returned.
+        The first request can compile kernels, which blocks the engine long enough to miss heartbeats.
+        Therefore heartbeats start after this method has returned.
         """
         await self._engine.update_weight_version(str(self._version))
         await self._generate({"id": "warm-up", "token_ids": [0], **asdict(Requested(max_new_tokens=1))})
@@ -199,7 +199,7 @@ class Server:
         return {}
 
     async def _sleep(self, frame: Frame) -> Frame:
-        """Free the KV cache and move the weights to host memory: not every step pushes new ones."""
+        """Free the KV cache and move the weights to host memory. Not every step pushes new weights."""
         await self._engine.sleep(level=1, mode="keep")
         return {}
 
@@ -232,9 +232,9 @@ class Server:
         return {}
 
     def _mismatch(self, pushed: Held) -> str:
-        """Return how the workers' weights differ from those sent; empty if they do not.
+        """Describe how the workers' weights differ from the sent weights. Empty if they are equal.
 
-        Shards are compared with the push before, so that the first one is left to the canary.
+        Shards are compared with the previous push, so only the canary checks the first push.
         """
         sent, held = pushed
         if len(held) == 1:

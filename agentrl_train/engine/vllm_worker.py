@@ -47,7 +47,7 @@ class WeightReceiver(Worker):  # type: ignore[misc]  # vLLM need not be here whe
     def receive_weights_from(self, path: str) -> list[str]:
         """Load the safetensors file ``path`` in place; return the parameters it did not set.
 
-        Kernels for experts keep them in a layout of their own, which has to be restored.
+        Kernels for experts keep them in their own layout, which has to be restored.
         """
         experts = [layer for layer in self._model.modules() if hasattr(layer, "w13_weight")]
         with set_current_vllm_config(self.vllm_config):
@@ -57,7 +57,7 @@ class WeightReceiver(Worker):  # type: ignore[misc]  # vLLM need not be here whe
             if experts:
                 finalize_layerwise_reload(self._model, self.vllm_config.model_config)
                 for layer in experts if current_platform.is_cpu() else ():
-                    # vLLM does so after the first load only.
+                    # vLLM does this only after the first load.
                     layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
         return sorted(name for name, _ in self._model.named_parameters() if name not in loaded)
 

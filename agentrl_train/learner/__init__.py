@@ -1,8 +1,9 @@
 """Step 7 of 9: ``Batch`` -> gradient -> optimizer step.
 
-``learner.py`` updates the model; ``logprobs.py`` computes log-probabilities; ``sharding.py`` distributes
-parameters and work over ranks, ``sequence_parallel.py`` long rows; ``lora.py`` trains adapters; ``state.py``
-saves, loads and offloads the optimizer state; ``memory.py`` keeps freed memory for the next update.
+``learner.py`` updates the model, and ``logprobs.py`` computes log-probabilities. ``sharding.py`` distributes
+parameters and work over ranks, and ``sequence_parallel.py`` distributes long rows. ``lora.py`` trains
+adapters. ``state.py`` saves, loads and offloads the optimizer state. ``memory.py`` keeps freed memory for the
+next update.
 """
 
 from agentrl_train.learner.learner import Learner, lr_fraction

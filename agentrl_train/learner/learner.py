@@ -1,7 +1,7 @@
 """The learner: one optimizer update per batch, accumulated over micro-batches.
 
 The ``Loss`` (``loss.py``) is an argument: ``policy_loss`` is for reinforcement learning, ``sft_loss`` for
-supervised fine-tuning. The same class runs on one device or many: with a mesh every rank makes the same
+supervised fine-tuning. The same class runs on one device or many. With a mesh every rank makes the same
 calls, holds a shard of the parameters and does a share of the work.
 """
 
@@ -92,19 +92,19 @@ logger = logging.getLogger(__name__)
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
 """Capabilities of processors that multiply bfloat16 several times faster than float32."""
 LARGE_MODEL = 50_000_000
-"""Parameters from which ``precision = "auto"`` may choose bfloat16; small models gain little."""
+"""Minimum size for ``precision = "auto"`` to choose bfloat16, in parameters. Small models gain little."""
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
 HISTORY = 50
 """Number of recent norms that form the median."""
 MIN_HISTORY = 10
-"""Number of norms needed before any is rejected."""
+"""Number of norms needed before a norm can be rejected."""
 
 
 class SpikeGuard:
-    """Rejects a gradient norm of more than ``factor`` times the recent median; 0 disables it.
+    """Rejects a gradient norm of more than ``factor`` times the recent median. 0 disables it.
 
-    Rejected norms count in the median too, so that a lasting change of level is accepted after a while.
+    Rejected norms also count in the median, so that a lasting change of level is accepted after a while.
     """
 
     def __init__(self, factor: float) -> None:
@@ -117,7 +117,7 @@ class SpikeGuard:
         return torch.tensor([*self._norms, *padding], dtype=torch.float64)
 
     def restore(self, state: Tensor) -> None:
-        """Restore what ``state()`` returned."""
+        """Restore ``state()``."""
         self._norms.clear()
         self._norms.extend(norm for norm in state.tolist() if norm == norm)
 
@@ -191,19 +191,19 @@ class Learner:
         total_steps: steps of the run, over which the learning rate decays; None keeps it constant.
         loss: the objective and its regularization; ``policy_loss`` alone by default.
         temperature: divides the logits, as during sampling.
-        attention: "sdpa" is PyTorch's attention, one sequence after another; "eager" takes one sequence per
-            row; other names are those of a flash-attn that transformers supports.
+        attention: "sdpa" is PyTorch's attention, one sequence after another. "eager" takes one sequence per
+            row. Other names select a flash-attn that transformers supports.
         place: device of this process and the ranks that share the work; the model's own device by default.
-        reference: model of the KL penalty. With adapters it is the policy without them.
+        reference: model of the KL penalty. With adapters, the policy without them is the reference.
         teachers: name -> frozen model that ``logprobs`` can score with, and its weights if it is on the meta
             device.
         stored: weights of ``model`` and ``reference`` if these are on the meta device. Each rank reads its
             shards.
-        threads: CPU threads, shared with others that compute.
-        trace: records forward, backward and optimizer; on a GPU, the time at which they were queued.
+        threads: CPU threads, shared with other parts that compute.
+        trace: records forward, backward and optimizer. On a GPU, it records when they were queued.
 
     Raises:
-        ValueError: the logits of the model are not those of ``read_logits``, it cannot be sharded, or a KL
+        ValueError: the logits of the model differ from ``read_logits``, the model cannot be sharded, or a KL
             penalty has no reference.
     """
 
@@ -285,8 +285,8 @@ class Learner:
     def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:
         """Return each sequence's log-probabilities under the current parameters, [T], 0 where masked.
 
-        With a ``teacher``, they are those of that model. Sequences share rows, as in ``step``, so that
-        a comparison with an engine covers packing.
+        With a ``teacher``, that model computes them. Sequences share rows, as in ``step``, so that a
+        comparison with an engine covers packing.
         """
         return self._scores(self._scorer if teacher is None else self._teachers[teacher], sequences)
 
@@ -331,7 +331,7 @@ class Learner:
         return self._gather(names)
 
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # an engine may read in inference mode
+        with torch.inference_mode(False), torch.no_grad():  # an engine can read in inference mode
             return {name: merged(self.model, name) for name in names}
 
     def snapshot(self) -> Snapshot:
@@ -473,7 +473,7 @@ class Learner:
 
     def _forward(self, scorer: Scorer, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         self._threads.share()
-        # A sharded model is gathered in bfloat16 already.
+        # A sharded model is already gathered in bfloat16.
         lowered = self.settings.precision == "bfloat16" and self._mesh is None
         entropy_gradient = self._loss_terms.entropy_coefficient > 0
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lowered):
@@ -516,10 +516,10 @@ class Learner:
 
 
 def precision_of(train: TrainSection, model: PreTrainedModel, place: Place) -> str:
-    """Return the compute dtype of a learner, which "auto" leaves to the processor and the model.
+    """Return the compute dtype of a learner. "auto" selects it by the processor and the model.
 
-    Instructions decide, not a measurement, so that a run is the same every time on a machine. Ranks may be on
-    different processors, so they take float32.
+    The selection depends on the processor's instructions and not on a measurement, so that repeated runs on a
+    machine are the same. Several ranks use float32, because they can be on different processors.
     """
     if train.precision != "auto":
         return train.precision
@@ -552,7 +552,7 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities to 0, so that an unchanged policy has ratio 1 in train mode too.
+    """Set all dropout probabilities to 0, so that an unchanged policy also has ratio 1 in train mode.
 
     Activation checkpointing needs train mode. Models keep probabilities in layers and in plain attributes.
     """

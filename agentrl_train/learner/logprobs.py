@@ -1,8 +1,8 @@
 """Packed rows -> log-probabilities of the sampled tokens.
 
-Attention is computed for one sequence after another, so that its cost is that of the sequences alone, and
-sequences that begin alike share the hidden states of their beginning. The head and the softmax run only at
-sampled tokens, in chunks, so that no [tokens, vocabulary] tensor is materialized.
+Attention is computed for one sequence after another, so that packing adds no cost. Sequences that begin alike
+share the hidden states of their beginning. The head and the softmax run only at sampled tokens, in chunks, so
+that no [tokens, vocabulary] tensor is materialized.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ATTENTION = "agentrl_segments"
 ROW_TOKENS = 2048
 """Tokens of short sequences that share a forward pass without gradients."""
 CACHED_LOGITS = 2**19
-"""Logits that a CPU scores at a time, so that they stay in its cache."""
+"""Number of logits that a CPU scores at a time, so that they stay in its cache."""
 Span = tuple[int, int]
-"""Begin and end among the tokens of a tree."""
+"""Start and end among the tokens of a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Branch:
     begin: int
     end: int
     context: tuple[Span, ...] = ()
-    """Where the tokens before them are, in their order."""
+    """Spans of the preceding tokens, in order."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
     """Masks of the attention, which layers of one kind share."""
 
@@ -59,10 +59,10 @@ class Branch:
 class PrefixTree:
     """Sequences that share their common beginnings.
 
-    Nothing that follows a beginning changes it, so the tokens of a tree give the hidden states of all::
+    Later tokens do not change the hidden states of a beginning, so one tree is enough for all sequences::
 
-        a b c d e      kept      a b c d e  x y  z      branches   0 to 5, 5 to 7 behind 0 to 3,
-        a b c x y      places    0 1 2 3 4                         and 7 to 8 behind 0 to 2
+        a b c d e      kept      a b c d e  x y  z      branches   0 to 5, 5 to 7 after 0 to 3,
+        a b c x y      places    0 1 2 3 4                         and 7 to 8 after 0 to 2
         a b z                    0 1 2 5 6
                                  0 1 7
     """
@@ -72,7 +72,7 @@ class PrefixTree:
     places: IntArray
     """Index in the tree of each token of the concatenated sequences."""
     branches: Sequence[Branch]
-    """In the order of the tokens of the tree, which they cover."""
+    """The branches, which cover all tokens of the tree in order."""
 
 
 class Scorer(nn.Module):
@@ -82,7 +82,7 @@ class Scorer(nn.Module):
     """
 
     max_logits = 2**26
-    """Logits that are computed at a time."""
+    """Number of logits that are computed at a time."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, part: Part) -> None:
         super().__init__()
@@ -156,16 +156,17 @@ def score_tokens(
         logits: [N, vocabulary].
         targets: the tokens, [N].
         temperature: divides the logits.
-        entropy_gradient: whether the entropy has a gradient.
-        allowed: rows of sets, [N], and these sets, packed bits [sets, bytes]. The distribution is that of the
-            tokens in the set of each row; the first set has all tokens. None has all tokens everywhere.
+        entropy_gradient: True if the entropy has a gradient.
+        allowed: number of the set of each row, [N], and the sets as packed bits, [sets, bytes]. The
+            distribution is over the tokens in the set of the row. The first set has all tokens. None allows
+            all tokens in every row.
     """
     logprobs, entropy = _Scores.apply(logits, targets, temperature, *(allowed or (None, None)))
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 class _Scores(torch.autograd.Function):
-    """Keeps the logits alone, where PyTorch's operations keep or make five tensors of their size."""
+    """Keeps only the logits. PyTorch's operations would keep or create five tensors of their size."""
 
     @staticmethod
     def forward(
@@ -210,13 +211,13 @@ class _Scores(torch.autograd.Function):
 def _log_softmax(logits: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
     scaled = logits.float() / temperature
     if forbidden is not None:
-        # Not -inf, of which the entropy would be NaN: such a token has probability 0 as well.
+        # The lowest number instead of -inf: the probability is also 0, and the entropy is not NaN.
         scaled = scaled.masked_fill_(forbidden, torch.finfo(torch.float32).min)
     return scaled.log_softmax(-1)
 
 
 def _forbidden(ctx: Any, rows: slice, vocabulary: int) -> Tensor | None:
-    """Return which tokens some rows must not hold, [rows, vocabulary], or None if they can hold any."""
+    """Return the forbidden tokens of rows, [rows, vocabulary], or None if no token is forbidden."""
     if ctx.sets is None or not bool(ctx.allowed[rows].any()):
         return None
     places = ctx.allowed[rows]
@@ -261,9 +262,9 @@ def select_sampled(values: Tensor, micro: MicroBatch, part: Part = WHOLE) -> Ten
 
 
 def sampled_units(micro: MicroBatch, part: Part = WHOLE) -> tuple[Tensor, Tensor]:
-    """Return the number of the sequence and that of the turn of each sampled token, [N] each, from 0.
+    """Return the sequence number and the turn number of each sampled token, [N] each, from 0.
 
-    A turn is a run of sampled tokens without others between them.
+    A turn is a run of consecutive sampled tokens.
     """
     rows, length = micro.segment_ids.shape
     numbers = micro.segment_ids + torch.arange(rows)[:, None] * (length + 1)
@@ -326,7 +327,7 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
 
 
 def _truncated(path: Sequence[Span], length: int) -> list[Span]:
-    """Return the first ``length`` tokens of a path; adjacent spans are one."""
+    """Return the first ``length`` tokens of a path, with adjacent spans joined."""
     found: list[Span] = []
     for begin, end in path:
         end = min(end, begin + length)
@@ -361,15 +362,15 @@ def segment_attention(
         query: [rows, heads, tokens, dim].
         key: [rows, heads or fewer, tokens, dim].
         value: like ``key``.
-        attention_mask: unused; a token sees those before it in its sequence.
-        branches: the sequences; a model that does not pass them on passes ``position_ids``.
+        attention_mask: unused; a token attends to the preceding tokens of its sequence.
+        branches: the sequences. Models that do not pass this argument must pass ``position_ids``.
         position_ids: positions of the tokens in their sequences.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         s_aux: attention sinks of each head (gpt-oss).
 
     Raises:
-        ValueError: the model passes neither on for sequences that share their beginnings.
+        ValueError: the model passes neither of them, but sequences share their beginnings.
     """
     config: Any = module.config
     kind = layer_types(config)[int(module.layer_idx)]  # type: ignore[arg-type]
@@ -393,7 +394,7 @@ def _attended(
     score: Callable[..., Tensor],
     masks: dict[tuple[object, ...], Tensor],
 ) -> list[Tensor]:
-    """Return the attention of the last tokens of a sequence, which are the queries, in parts."""
+    """Return the attention of the last tokens of a sequence (the queries), in parts."""
     length, window = key.shape[2], reach(config, kind)
     start = length - query.shape[2]
     if start == 0 and length <= window:
@@ -418,7 +419,7 @@ AttentionInterface.register(ATTENTION, segment_attention)
 
 
 def _segments(position_ids: Tensor | None, tokens: int) -> list[Branch]:
-    """Return the sequences of a row, each of which begins at position 0."""
+    """Return the sequences of a row. Each sequence starts at position 0."""
     if position_ids is None or position_ids.shape[1] != tokens:
         return [Branch(begin=0, end=tokens)]
     positions = position_ids[0]
@@ -432,9 +433,9 @@ def _segments(position_ids: Tensor | None, tokens: int) -> list[Branch]:
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Return whether sequences that begin alike are computed as a tree.
+    """Return True if sequences that begin alike can be computed as a tree.
 
-    Further arguments of the body must reach its attention.
+    Additional arguments of the model body must reach its attention.
     """
     if not has_masks(model) or model.config._attn_implementation != ATTENTION:
         return False
@@ -446,7 +447,7 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 
 
 def _passes_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a function uses its ``**kwargs``; some take them and drop them."""
+    """Return True if a function uses its ``**kwargs``. Some functions accept and ignore them."""
     return _loads_kwargs(inspect.unwrap(function).__code__)
 
 
@@ -457,7 +458,7 @@ def _loads_kwargs(code: CodeType) -> bool:
 
 
 def attends_to_segments(model: PreTrainedModel) -> bool:
-    """Return whether a model separates the sequences of a row; it takes one row without padding."""
+    """Return True if a model separates the sequences of a single row without padding."""
     return has_masks(model) and str(model.config._attn_implementation).startswith(
         (ATTENTION, "flash_attention")
     )
@@ -489,7 +490,7 @@ def one_row(*sequences: TokenSequence) -> MicroBatch:
 def rows_to_score(
     model: PreTrainedModel, sequences: Sequence[TokenSequence], *, part: Part = WHOLE, ranks: int = 1
 ) -> list[Row]:
-    """Distribute sequences over rows for a pass without gradients, those that begin alike to the same row."""
+    """Distribute sequences over rows for a pass without gradients. Similar beginnings share a row."""
     lengths = [len(one) for one in sequences]
     if not attends_to_segments(model):
         return [[number] for number in range(len(lengths))]
@@ -499,10 +500,10 @@ def rows_to_score(
 
 
 def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[Row]:
-    """Distribute sequences over rows, of at least one for each rank where there are enough tokens.
+    """Distribute sequences over rows, with at least one row for each rank if there are enough tokens.
 
-    A row holds the longest sequence, the two shortest, or as many as ``ROW_TOKENS`` hold, whichever is more:
-    a forward pass of a few short sequences costs nearly what one of a full row does.
+    A row has room for the longest sequence, for the two shortest, or for ``ROW_TOKENS``, whichever is most. A
+    forward pass of a few short sequences costs nearly as much as a full row.
     """
     shortest = sorted(lengths)[:2]
     room = max(*lengths, sum(shortest), min(ROW_TOKENS, sum(lengths) // ranks)) if lengths else 0
@@ -510,10 +511,10 @@ def shared_rows(lengths: Sequence[int], *, ranks: int = 1) -> list[Row]:
 
 
 def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: torch.device) -> dict[str, Any]:
-    """Return the inputs of the model body: tokens and, where it needs them, the boundaries of sequences.
+    """Return the inputs of the model body: tokens and, if needed, the boundaries of sequences.
 
-    Rows of one sequence need none: causal attention ignores padding behind a sequence. Raises ``ValueError``
-    if sequences share a row and the model does not separate them.
+    Rows of one sequence need no boundaries, because causal attention ignores padding after a sequence. Raises
+    ``ValueError`` if sequences share a row and the model does not separate them.
     """
     inputs: dict[str, Any] = {"input_ids": _cut(micro.token_ids, part).to(device)}
     if attends_to_segments(model):

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): trains a product of two low-rank matrices beside each frozen one.
+"""LoRA (arXiv 2106.09685): trains a product of two low-rank matrices alongside each frozen matrix.
 
 The file format is that of PEFT. Engines receive merged weights under the original parameter names.
 """
@@ -54,8 +54,8 @@ class LoraLinear(nn.Linear):
         output = super().forward(input)
         if not self.active:
             return output
-        # The adapters stay in float32 where the frozen weights are in bfloat16. An input of another dtype
-        # than that of the weights comes with autocast, which converts it.
+        # The adapters stay in float32 even if the frozen weights are in bfloat16. If the input has another
+        # dtype than the weights, autocast is active and converts it.
         if input.dtype == self.weight.dtype:
             input = input.to(self.lora_A.dtype)
         product = linear(self.scaling * linear(input, self.lora_A), self.lora_B)
@@ -64,7 +64,7 @@ class LoraLinear(nn.Linear):
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute with the frozen weights alone for the duration of the block."""
+    """Compute with only the frozen weights for the duration of the block."""
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
     for layer in layers:
         layer.active = False
@@ -94,12 +94,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
+    """Return True if a parameter belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def merged(model: nn.Module, name: str) -> Tensor:
-    """Return a full parameter with its adapter merged; every rank of a sharded model must call this."""
+    """Return a full parameter with its adapter merged. Every rank of a sharded model must call this."""
     owner, _, leaf = name.rpartition(".")
     layer = model.get_submodule(owner)
     whole = full(layer.get_parameter(leaf).detach())
@@ -134,7 +134,8 @@ def save_adapter(
 def _targets(model: PreTrainedModel, adapted: set[str]) -> tuple[list[str], list[str]]:
     """Return the layers with adapters as PEFT selects them: by module and by parameter.
 
-    PEFT takes a module called like the layers of an expert for all experts, but not a parameter.
+    If a module has the name of an expert's layers, PEFT applies it to all experts. It does not do so for a
+    parameter.
     """
     experts = CheckpointNames(model).separated
     by_parameter = sorted(name for name in adapted if _last(name) in experts)
@@ -149,7 +150,7 @@ def _linear(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 
 
 def _layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of the text decoder: neither the head nor encoders of images."""
+    """Return the linear layers of the text decoder, without the head and image encoders."""
     decoder = {id(part) for part in model.get_decoder().modules()}
     return {name: layer for name, layer in _linear(model) if id(layer) in decoder}
 

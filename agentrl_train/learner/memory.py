@@ -8,14 +8,14 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of glibc's ``mallopt``."""
 LARGEST_REUSED = 2**30
-"""Bytes up to which an allocation reuses freed memory."""
+"""Allocations up to this many bytes reuse freed memory."""
 
 
 def keep_freed_memory() -> None:
     """Make the allocator reuse the memory of freed activations instead of returning it to the kernel.
 
     By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
-    is next touched, a sixth of the time of an update. Other allocators are left as they are.
+    is next touched, which takes a sixth of the time of an update. Other allocators are not changed.
     """
     if sys.platform != "linux":
         return

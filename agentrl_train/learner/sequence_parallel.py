@@ -29,7 +29,7 @@ def use_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> N
     """Make the attention of a model exchange tokens for heads within ``group``.
 
     Raises:
-        ValueError: the heads cannot be divided evenly, or a layer has other than full attention.
+        ValueError: the heads cannot be divided evenly, or a layer does not have full attention.
     """
     size = dist.get_world_size(group)
     heads = model.config.num_attention_heads

@@ -1,6 +1,6 @@
 """Sharding of parameters and work over ranks (FSDP2).
 
-Every rank holds a shard of every parameter and processes its own micro-batches; all ranks make the same calls
+Every rank holds a shard of every parameter and processes its own micro-batches. All ranks make the same calls
 in the same order. Loss weights include the global denominator (``batch.py``), so gradients are summed, not
 averaged.
 """
@@ -56,9 +56,9 @@ def shard(scorer: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, *, precis
 
 
 def deal(micro_batches: Sequence[MicroBatch], index: int, count: int) -> list[MicroBatch]:
-    """Return the share of rank ``index`` of ``count``; all shares have equal length.
+    """Return the share of rank ``index`` of ``count``. All shares have equal length.
 
-    Micro-batches are dealt round-robin; the remainder is split by rows. A rank without work gets an idle
+    Micro-batches are dealt round-robin, and the remainder is split by rows. A rank without work gets an idle
     micro-batch, because gradient reduction involves every rank.
     """
     whole = len(micro_batches) // count * count
@@ -70,7 +70,7 @@ def deal(micro_batches: Sequence[MicroBatch], index: int, count: int) -> list[Mi
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor; for a sharded one every rank must call this."""
+    """Return the full tensor. For a sharded tensor every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -107,7 +107,7 @@ class GatheredWeights(Mapping[str, Tensor]):
 
 
 def buckets(sizes: Mapping[str, int], *, limit: int = BUCKET_BYTES) -> list[list[str]]:
-    """Split names, in order, into buckets of at most ``limit`` bytes; a larger tensor gets its own."""
+    """Split names, in order, into buckets of at most ``limit`` bytes. A larger tensor gets its own bucket."""
     runs: list[list[str]] = []
     filled = limit
     for name, size in sizes.items():

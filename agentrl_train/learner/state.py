@@ -1,8 +1,8 @@
-"""Checkpoint state of the learner: copied at once, written in the background, loaded by any number of ranks.
+"""Checkpoint state of the learner, which is copied, written in the background, and loaded by any ranks.
 
-``model/`` is a Hugging Face folder (a PEFT folder for LoRA) and the only copy of the parameters; ``learner/``
-holds the update count and the random state, and ``learner/optimizer/`` the optimizer, a file for each rank
-(``shards``). All are safetensors: loading them runs no code that they carry.
+``model/`` is a Hugging Face folder (a PEFT folder for LoRA) and the only copy of the parameters. ``learner/``
+holds the update count and the random state, and ``learner/optimizer/`` the optimizer with a file for each
+rank (``shards``). All files are safetensors, so loading them cannot run code.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MODEL, STATE = "model", "learner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A host-memory copy of the training state; training may continue while it is written."""
+    """A host-memory copy of the training state. Training can continue while it is written."""
 
     model: PreTrainedModel
-    """Writes the model folder; its parameters are not read."""
+    """Writes the model folder. Its parameters are not read."""
     weights: Mapping[str, Tensor]
-    """Full parameters, or those of the adapters, on the writing rank; empty on the others."""
+    """All parameters, or the adapters' parameters, on the writing rank. Empty on the other ranks."""
     lora: LoraSection | None = None
     state: Mapping[str, Tensor]
     """This rank's shards of everything else."""
@@ -52,7 +52,7 @@ class Snapshot:
     """Called first, to make the other ranks write into the same folder."""
 
     def write(self, folder: Path) -> None:
-        """Write ``model/`` and ``learner/`` into a folder; every rank of the group must do so.
+        """Write ``model/`` and ``learner/`` into a folder. Every rank of the group must call this.
 
         Raises ``RuntimeError`` with the original error as its cause.
         """
@@ -72,7 +72,7 @@ class Snapshot:
         raise_together(failure, self.group)
 
     def _places(self) -> dict[Path, dict[str, Tensor]]:
-        """Return the tensors of the state by their folder."""
+        """Return the tensors of the state by folder."""
         places: dict[Path, dict[str, Tensor]] = {Path(STATE): {}, Path(STATE, OPTIMIZER): {}}
         for name, value in self.state.items():
             of_optimizer = name.startswith(f"{OPTIMIZER}/")
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; a sharded tensor stays sharded."""
+    """Return a copy in host memory. A sharded tensor stays sharded."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -105,7 +105,7 @@ def read_state(
 ) -> None:
     """Fill the optimizer and ``others`` from ``learner/`` of a checkpoint of any number of ranks.
 
-    The optimizer of a checkpoint without its state is empty.
+    If the checkpoint has no optimizer state, the optimizer starts empty.
     """
     with open_shards(folder / STATE) as shards:
         for key, value in others.items():
@@ -154,9 +154,10 @@ def _different_model(folder: Path) -> CheckpointError:
 
 
 class HostCopies:
-    """Host-memory copies of the trained parameters, which the optimizer updates instead of them.
+    """Host-memory copies of the trained parameters, which the optimizer updates instead.
 
-    The moments live there too: of the 12 bytes per parameter beside the gradient, 4 stay on the device.
+    The moments are also in host memory. Of the 12 bytes per parameter, without the gradient, only 4 stay on
+    the device.
     """
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
