@@ -1,8 +1,8 @@
-"""The configuration of a run: one TOML file with one section per step; unknown keys are errors.
+"""The configuration of a run: one TOML file with one section per step. Unknown keys are errors.
 
 ``load_config(path, overrides)`` reads the file, applies ``--set section.key=value`` overrides, validates it
 and reports all problems in one ``ConfigError``. Input paths (model, environments) are relative to the
-configuration file; the output path (``run.folder``) is relative to the working directory. A loaded
+configuration file, and the output path (``run.folder``) is relative to the working directory. A loaded
 configuration holds absolute paths, so the ``to_toml()`` in a run folder can be loaded from anywhere.
 
 This package does not import torch.

@@ -1,7 +1,8 @@
-"""The section ``[algorithm]``: one key per choice, presets, and the combinations that make no sense.
+"""The section ``[algorithm]``: one key per choice, presets, and checks of combinations.
 
-A preset is a TOML file with some keys of a run, in ``config/presets`` or anywhere else; the keys of the
-configuration override it. A key that chooses a function also takes a user's (``config.functions``).
+A preset is a TOML file with some keys of a run, in ``config/presets`` or anywhere else. The keys of the
+configuration override it. A key that selects a function also accepts a user's function
+(``config.functions``).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 SIBLINGS = ("mean", "leave_one_out", "length_weighted")
 """Baselines that compare siblings."""
 WIDE = 9.0
-"""Value of ``region.high`` from which a cap bounds the weights of rare tokens and stops no update."""
+"""From this ``region.high`` on, a cap only bounds the weights of rare tokens and does not limit updates."""
 
 
 class Baseline(Function):
-    """Mean of the group, of the others, weighted by tokens, of a greedy episode, of the batch, or none."""
+    """Mean of the group, of the siblings, weighted by tokens, or of the batch, a greedy episode, or none."""
 
     name: Literal["mean", "leave_one_out", "length_weighted", "greedy", "batch_mean", "value", "none"]
 
@@ -56,13 +57,13 @@ class Scale(Function):
 
 
 class Anchor(Function):
-    """The sampler, the policy recomputed before the update, or one between sampler and current policy."""
+    """The sampler, the policy recomputed before the update, or an interpolation of sampler and policy."""
 
     name: Literal["behaviour", "old", "interpolated"]
 
 
 class Exclusion(Function):
-    """Episodes that a limit ended, that have an empty turn, or that repeat themselves."""
+    """Episodes that were ended by a limit, have an empty turn, or repeat themselves."""
 
     name: Literal["truncated", "void", "repetitive"]
 
@@ -71,22 +72,22 @@ class Overlong(Table):
     """Penalty of long episodes (DAPO)."""
 
     buffer: Count
-    """Tokens before ``engine.max_context`` over which the penalty rises from 0."""
+    """The penalty rises from 0 over this many tokens before ``engine.max_context``."""
     most: NonNegative = 1.0
     """Subtracted from the reward of an episode as long as ``engine.max_context``."""
 
 
 class Penalties(Table):
-    """Subtracted from the reward of an episode, or in its place."""
+    """Penalties, which are subtracted from the reward of an episode or replace it."""
 
     invalid_call: NonNegative = 0.0
-    """For any invalid tool call."""
+    """Penalty for an episode with invalid tool calls."""
     truncation: NonNegative = 0.0
-    """For an end by a limit."""
+    """Penalty for an episode that a limit ended."""
     incomplete: Literal[False] | float = False
-    """In place of the reward of an episode with an invalid tool call or an end by a limit; false keeps it."""
+    """Replaces the reward of an episode with an invalid call or an end by a limit, unless it is false."""
     overlong: Overlong | None = None
-    """For length: ``{buffer = 128, most = 1.0}``."""
+    """Penalty for long episodes: ``{buffer = 128, most = 1.0}``."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this table, one sentence each."""
@@ -104,9 +105,9 @@ class ClipCov(Table):
     share: Fraction = 0.02
     """Share of the tokens to omit."""
     low: NonNegative = 1.0
-    """The covariance of these tokens lies between low and high."""
+    """Lower bound of the covariance of the tokens to omit."""
     high: Positive = 40.0
-    """See low."""
+    """Upper bound of the covariance of the tokens to omit."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this table, one sentence each."""
@@ -114,42 +115,42 @@ class ClipCov(Table):
 
 
 class Kl(Table):
-    """KL penalty towards the initial policy, which takes a copy of the model, or with adapters none."""
+    """KL penalty towards the initial policy. It needs a copy of the model, except with adapters."""
 
     coefficient: NonNegative = 0.0
-    """Weight of the penalty; 0 is off."""
+    """Weight of the penalty. 0 disables it."""
     estimator: Literal["k2", "k3"] = "k3"
-    """Half the squared log-ratio, or q/p - 1 - log(q/p)."""
+    """Estimate of the divergence: half the squared log-ratio (k2), or q/p - 1 - log(q/p) (k3)."""
 
 
 class ReplayTable(Table):
-    """Self-imitation: a second loss on earlier episodes that did well (SPEAR)."""
+    """Self-imitation: a second loss on earlier successful episodes (SPEAR)."""
 
     weight: NonNegative = 0.0
-    """Weight of the loss of replayed episodes; 0 is off."""
+    """Weight of the loss of replayed episodes. 0 disables it."""
     warmup_steps: CountOrOff = 200
     """Steps over which the weight rises from 0, along half a cosine."""
     size: Count = 2048
-    """Episodes in the buffer; the oldest leave it."""
+    """Maximum number of episodes in the buffer. The oldest leave it first."""
     episodes: Count = 64
-    """Episodes replayed in a step, at most, drawn at random; each of them once."""
+    """Maximum number of episodes to replay in a step. They are drawn at random, each only once."""
     max_age: Count = 10
     """Steps after which an episode leaves the buffer."""
     quantile: Fraction = 0.5
     """Baseline of a replayed episode: this quantile of the mean rewards of its task's recent groups."""
     history: Count = 10_240
-    """Number of those groups."""
+    """Number of recent groups for the baseline."""
 
 
 class DistillTable(Table):
     """On-policy distillation: frozen teachers score the tokens that the policy samples."""
 
     weight: NonNegative = 0.0
-    """Weight of the teacher's log-probability less the policy's, as the advantage of a token; 0 is off."""
+    """Weight of the teacher's log-probability minus the policy's, the advantage of a token. 0 disables it."""
     teachers: dict[str, ModelPath] = Field(default_factory=dict)
-    """Teacher of each task: a model folder, or the name of a model on the hub; "*" is for all others."""
+    """Teacher of each task: a model folder, or the name of a model on the hub. "*" stands for other tasks."""
     keep_rewards: bool = False
-    """Add to the advantages of the rewards, instead of replacing them."""
+    """Add the teachers' advantages to the advantages of the rewards instead of replacing them."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this table, one sentence each."""
@@ -159,7 +160,7 @@ class DistillTable(Table):
         return [f"distillation needs weight and teachers, or none of them: give {lacking}"]
 
     def teacher_of(self, task: str) -> str | None:
-        """Return the teacher of a task, None if it has none."""
+        """Return the teacher of a task, or None if it has none."""
         return self.teachers.get(task, self.teachers.get("*"))
 
 
@@ -167,52 +168,54 @@ class AlgorithmSection(Section):
     """Advantages and loss: a preset, or one choice at a time."""
 
     preset: str | None = None
-    """Name of a preset, or the path of a TOML file with keys of a run; the keys of this file override it."""
+    """Name of a preset, or path of a TOML file with keys of a run. Keys of this file override the preset."""
     penalties: Penalties = Penalties()
-    """Subtracted from the reward of an episode, or in its place."""
+    """Penalties, which are subtracted from the reward of an episode or replace it."""
     dynamic_sampling: CountOrOff = 0
-    """Replace groups of equal rewards by other samples, at most this many in a row for each group of a step;
-    0 is off."""
+    """Replace groups of equal rewards by other samples, at most this many in a row for each group of a step.
+    0 disables it."""
     keep_groups: Share = 1.0
-    """Share of the groups of each task that is trained on, those with the largest spread of rewards."""
+    """Share of the groups of each task to train on: those with the largest spread of rewards."""
     leave_out: tuple[Annotated[Exclusion | Own, Choice()], ...] = ()
-    """Episodes to omit from the loss: ended by a limit ("truncated"), with an empty turn ("void"),
-    or that repeat themselves ("repetitive"); or those for which a function of a trajectory is true. They
-    count in the baseline."""
+    """Episodes to omit from the loss: ended by a limit ("truncated"), with an empty turn ("void"), or with
+    repetitions ("repetitive"), or those for which a function of a trajectory is true. They still count in the
+    baseline."""
     credit: Credit = Trajectory()
-    """Return of a turn."""
+    """Function that credits reward to turns."""
     baseline: Annotated[Baseline | Own, Choice("mean")] = Baseline(name="mean")
-    """Subtracted from a return: the mean of its group ("mean"), of the others ("leave_one_out"), weighted by
-    tokens ("length_weighted"), the return of a greedy episode ("greedy"), the mean of the batch, or none. If
-    credit is by a critic, it is the critic's "value"."""
+    """Baseline subtracted from a return: the mean of its group ("mean"), of its siblings ("leave_one_out"),
+    the mean weighted by tokens ("length_weighted"), the return of a greedy episode ("greedy"), the mean of
+    the batch, or none. With credit by a critic, it is the critic's "value"."""
     scale: Annotated[Scale | Own, Choice("std")] = Scale(name="std")
-    """Divisor of advantages: standard deviation of the group or of the batch, mean of the group, or none. If
-    credit is by a critic, it is "none"."""
+    """Divisor of advantages: standard deviation of the group or of the batch, mean of the group, or none.
+    With credit by a critic, it is "none"."""
     normalization: Literal["task", "task_exact", "batch", "none"] = "task"
     """Normalize the advantages of each task (AgentRL), or of the batch, to mean 0 and std 1 under the weights
     of the loss. Groups without a signal stay 0, except with "task_exact", the equation of the paper."""
     anchor: Annotated[Anchor | Own, Choice("behaviour")] = Anchor(name="behaviour")
-    """Policy that the ratio is taken against: the sampler, the policy recomputed before the update ("old"),
-    or one between the sampler and the current policy, by the age of the token ("interpolated")."""
+    """Policy that the ratio is taken against: the sampler ("behaviour"), the policy recomputed before the
+    update ("old"), or an interpolation of sampler and current policy by the age of the token
+    ("interpolated")."""
     ratio: Ratio = PlainRatio()
-    """Ratio of a token: its own; the geometric mean of its turn or its sequence; the latter with the gradient
-    of the token ("sequence_token"); or the mean of clipped ratios ("geometric")."""
+    """Ratio of a token: its own ratio, the geometric mean over its turn or sequence, the mean over the
+    sequence with the gradient of the token ("sequence_token"), or the mean of clipped ratios
+    ("geometric")."""
     region: Region = Clip()
-    """Bound of an update."""
+    """Function that bounds an update."""
     correction: Correction = NoCorrection()
-    """Weight of a token if anchor and sampler differ."""
+    """Weights that correct for the difference between anchor and sampler."""
     aggregation: Aggregation = Mean()
-    """Unit with equal weight in the loss."""
+    """Units that have equal weight in the loss."""
     clip_cov: ClipCov | None = None
-    """Tokens to omit by their covariance; off by default."""
+    """Omit tokens depending on their covariance. Off by default."""
     entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy bonus that is subtracted from the loss; 0 is off."""
+    """Weight of the entropy bonus that is subtracted from the loss. 0 disables it."""
     kl: Kl = Kl()
     """KL penalty towards the initial policy."""
     replay: ReplayTable = ReplayTable()
-    """Replay of earlier episodes."""
+    """Replay of earlier successful episodes."""
     distill: DistillTable = DistillTable()
-    """Distillation of teachers."""
+    """Distillation from teachers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,7 +229,7 @@ class AlgorithmSection(Section):
 
     @property
     def critic(self) -> CriticCredit | None:
-        """Return the credit if it is by a critic."""
+        """Return the credit if a critic computes it."""
         return self.credit if isinstance(self.credit, CriticCredit) else None
 
     @property
@@ -246,7 +249,7 @@ class AlgorithmSection(Section):
 
     @property
     def by_sequence(self) -> str | None:
-        """Return a key whose value needs whole sequences, if there is one."""
+        """Return a key with a value that needs whole sequences, if there is one."""
         if self.ratio.name != "token":
             return "ratio"
         return "correction.level" if getattr(self.correction, "level", "token") != "token" else None
@@ -259,8 +262,8 @@ class AlgorithmSection(Section):
         found = []
         if baseline == "greedy" and credit != "trajectory":
             found.append(
-                "baseline 'greedy' is the return of a whole episode, which no single turn can be compared "
-                "with: use credit = 'trajectory'"
+                "baseline 'greedy' is the return of a whole episode, which cannot be compared with single "
+                "turns: use credit = 'trajectory'"
             )
         if baseline == "batch_mean" and self.normalization == "batch":
             found.append(
@@ -323,7 +326,7 @@ class AlgorithmSection(Section):
 
 
 BY_CRITIC = ("gae_token", "gae_turn", "gae_bi_level", "archer", "sweet")
-"""Credits by a critic."""
+"""Credit functions that use a critic."""
 
 
 def algorithm_problems(config: RunConfig) -> list[str]:
@@ -335,14 +338,14 @@ def algorithm_problems(config: RunConfig) -> list[str]:
     stale = rollout.max_staleness > 0 or rollout.stale.fraction > 0
     if algorithm.anchor.name == "old" and not algorithm.corrects and (stale or engine.truncates):
         found.append(
-            "algorithm.anchor = 'old' takes the recomputed policy for the sampler, but tokens are sampled by "
-            "others (rollout.max_staleness, rollout.stale.fraction, engine.top_p, top_k, min_p): set "
+            "algorithm.anchor = 'old' takes the recomputed policy for the sampler, but other policies sample "
+            "tokens (rollout.max_staleness, rollout.stale.fraction, engine.top_p, top_k, min_p): set "
             "algorithm.correction = 'truncate', or algorithm.anchor = 'behaviour'"
         )
     if algorithm.anchor.name == "interpolated" and rollout.stale.model is not None:
         found.append(
-            "algorithm.anchor = 'interpolated' goes by the age of a token in policy versions, which tokens "
-            "of rollout.stale.model do not have: set algorithm.anchor = 'old', or leave out the model"
+            "algorithm.anchor = 'interpolated' needs the age of a token in policy versions, which tokens of "
+            "rollout.stale.model do not have: set algorithm.anchor = 'old', or leave out the model"
         )
     if engine.truncates and not (algorithm.anchor.name == "old" and algorithm.corrects):
         found.append(
@@ -352,8 +355,8 @@ def algorithm_problems(config: RunConfig) -> list[str]:
         )
     if rollout.sub_agent is not None and algorithm.credit.name == "turn":
         found.append(
-            "algorithm.credit = 'turn' compares turns of the same number, but with rollout.sub_agent one may "
-            "be of a planner and the other of a worker: use credit = 'trajectory'"
+            "algorithm.credit = 'turn' compares turns of the same number, but with rollout.sub_agent one can "
+            "belong to a planner and the other to a worker: use credit = 'trajectory'"
         )
     if config.train.sequence_parallel > 1 and algorithm.by_sequence:
         found.append(
@@ -392,7 +395,7 @@ def _problems_of_critic(config: RunConfig) -> list[str]:
 
 
 def algorithm_notes(config: RunConfig) -> list[str]:
-    """Return notes on ``[algorithm]`` beside other sections, one sentence each."""
+    """Return notes on ``[algorithm]`` and other sections, one sentence each."""
     algorithm, rollout = config.algorithm, config.rollout
     region = algorithm.region
     wide = region.name == "none" or (region.name == "cap" and getattr(region, "high", 0.0) >= WIDE)
@@ -406,7 +409,7 @@ def algorithm_notes(config: RunConfig) -> list[str]:
     zero = " and ".join(f"{one.partition(' = ')[0]} = 0" for one in older)
     return [
         f"algorithm.region = {region.name!r} is for tokens of the policy that is trained, but older policies "
-        f"sample too ({', '.join(older)}), and nothing stops the update of their tokens: set {zero}, or "
+        f"also sample ({', '.join(older)}), and nothing limits the update of their tokens: set {zero}, or "
         "algorithm.region = 'clip'"
     ]
 

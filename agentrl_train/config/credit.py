@@ -1,4 +1,4 @@
-"""Functions of ``algorithm.credit``: the return of a turn, by comparison with siblings or by a critic."""
+"""Functions of ``algorithm.credit``, which credit turns by comparison with siblings or with a critic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Trajectory(Function):
 
 
 class Turn(Function):
-    """Rewards from the turn on, compared with the siblings' turns of the same number."""
+    """Rewards from the turn on, compared with the siblings' turns with the same number."""
 
     name: Literal["turn"] = "turn"
     gamma: Fraction = 1.0
@@ -50,9 +50,9 @@ class GaeCredit(CriticCredit):
     """Generalized advantage estimation."""
 
     lam: Fraction = 1.0
-    """Weight of longer returns; 0 trusts the critic alone."""
+    """Weight of longer returns. 0 uses only the critic."""
     clip: NonNegative = 0.2
-    """A value moves at most this far in an update; 0 is without a bound."""
+    """Largest change of a value in an update. 0 means no bound."""
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -94,9 +94,9 @@ class Archer(CriticCredit):
     gamma: Fraction = 1.0
     """Discount per turn."""
     replay: CountOrOff = 0
-    """Groups of earlier steps that turns are learned from again; 0 is off."""
+    """Number of groups of earlier steps to train on again. 0 disables it."""
     target_rate: Share = 0.1
-    """Share of the difference that target networks move per update."""
+    """Share of the difference by which target networks move in each update."""
 
 
 class Sweet(CriticCredit):
@@ -106,7 +106,7 @@ class Sweet(CriticCredit):
     beta: Positive = 0.1
     """Steepness of preferences."""
     pairs: CountOrOff = 0
-    """Pairs of completions of each turn from which the policy learns by DPO; 0 is off."""
+    """Pairs of completions of each turn from which the policy learns by DPO. 0 disables it."""
     likelihood: NonNegative = 0.01
     """Weight of the log-likelihood of the better completion of a pair, by token."""
 

@@ -84,7 +84,7 @@ RENAMED = (
     | {f"distill.{key}": f"algorithm.distill.{key}" for key in ("weight", "teachers", "keep_rewards")}
     | {f"environments.{key}": f"environments.program.{new}" for key, new in _PROGRAM.items()}
 )
-"""Former key -> current key. Entries of ``environments`` are without their number."""
+"""Former key -> current key. Keys in ``environments`` have no number."""
 
 REMOVED = dict.fromkeys(
     [

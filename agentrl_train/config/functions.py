@@ -1,8 +1,8 @@
-"""Settings that choose a function: its name, or a table with its name and its parameters.
+"""Settings that select a function: its name, or a table with its name and its parameters.
 
-``region = "clip"`` and ``region = {name = "clip", low = 0.1}`` choose a function of the trainer, each with a
-model of its parameters. ``"mine.py:function"``, or a table with that name and keyword arguments, chooses a
-user's function. From Python, the function itself takes the place of its name.
+``region = "clip"`` and ``region = {name = "clip", low = 0.1}`` select a function of the trainer. Each
+function has a model of its parameters. ``"mine.py:function"``, or a table with that name and keyword
+arguments, selects a user's function. In Python, the function itself can be given instead of its name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OWN = "file.py:function"
 
 
 class Function(Table):
-    """A function and its parameters. Each choice with parameters of its own is a subclass."""
+    """A function and its parameters. Each choice with its own parameters is a subclass."""
 
     name: Any
 
@@ -50,13 +50,13 @@ class Function(Table):
         return {key: value for key, value in self if key != "name"}
 
     def among(self, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the chosen one of some functions, with its parameters."""
+        """Return the chosen function with its parameters."""
         function = functions[self.name]
         return partial(function, **self.parameters) if self.parameters else function
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
-        """Return the name alone if there are no parameters."""
+        """Return only the name if there are no parameters."""
         table = handler(self)
         return table["name"] if len(table) == 1 else table
 
@@ -80,7 +80,7 @@ class Own(Function):
 
     @property
     def spelled(self) -> str:
-        """Return the name of the function, as a file spells it."""
+        """Return the name of the function as it is written in a file."""
         if isinstance(self.name, str):
             return self.name
         whole = self.name.func if isinstance(self.name, partial) else self.name
@@ -108,7 +108,7 @@ class Own(Function):
 
 
 class Choice:
-    """Annotation of a union of functions: a value chooses one by its name; a default takes missing names."""
+    """Annotation of a union of functions. The name in a value selects one, or a default if it is missing."""
 
     def __init__(self, default: str | None = None) -> None:
         self._default = default
@@ -129,14 +129,14 @@ class Choice:
 
 
 def as_table(value: Any) -> Any:
-    """Return the table that the name of a function alone, or the switch ``true``, stands for."""
+    """Return the table for a value that is only the name of a function, or the switch ``true``."""
     if isinstance(value, str) or callable(value):
         return {"name": value}
     return {} if value is True else value
 
 
 def names(model: type[Function]) -> tuple[str, ...]:
-    """Return the names that choose a function of this model."""
+    """Return the names that select a function of this model."""
     return (OWN,) if issubclass(model, Own) else get_args(model.model_fields["name"].annotation)
 
 
@@ -149,7 +149,7 @@ OwnFunction = Annotated[Own, BeforeValidator(as_table)]
 
 
 def with_choice(former: Any, value: Any) -> Any:
-    """Return the value of a key over a former one: a table without another name keeps the parameters."""
+    """Merge the value of a key with its former value. A table with the same name keeps the parameters."""
     former = as_table(former)
     if not isinstance(value, dict) or not isinstance(former, dict):
         return value
@@ -173,7 +173,7 @@ def imported(name: str) -> Any:
 
 
 def described(error: Exception, function: Callable[..., Any] | None = None) -> str:
-    """Return an error with the file and line of the user's function that raised it, or of the function."""
+    """Describe an error with the file and line in the user's code that raised it, or of the function."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         step = step.tb_next
@@ -186,7 +186,7 @@ def _module(path: Path) -> Any:
     if key not in sys.modules:
         spec = spec_from_file_location(key, path)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is no Python file")
+            raise ImportError(f"{path} is not a Python file")
         module = module_from_spec(spec)
         sys.modules[key] = module
         try:

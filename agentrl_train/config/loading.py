@@ -34,14 +34,14 @@ def load_config(
 
 
 def gateway_config(model: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a gateway by itself: a model, and the overrides of other sections.
+    """Return the configuration of a gateway without a run: a model, and overrides of other sections.
 
     Raises ``ConfigError`` with all problems in one message.
     """
     table: dict[str, Any] = {
         "run": {"name": "gateway", "steps": 1},
         "model": {"path": model},
-        # A run needs tasks. A gateway plays none, and does not connect.
+        # A run needs tasks. A gateway plays no tasks, so it never connects to this server.
         "environments": [{"url": "http://127.0.0.1"}],
         "rollout": {"max_staleness": 0},
         "eval": {"samples": 0},
@@ -58,7 +58,7 @@ def validated(
     failure: str,
     kind: type[RunConfig] = RunConfig,
 ) -> RunConfig:
-    """Return the configuration of a raw table with overrides, and with its preset below.
+    """Return the configuration of a raw table with overrides, on top of its preset.
 
     Args:
         table: sections of a run.
@@ -68,7 +68,7 @@ def validated(
         kind: class of the configuration.
 
     Raises:
-        ConfigError: the table is invalid; with all problems in one message.
+        ConfigError: the table is invalid. The message has all problems.
     """
     for override in overrides:
         apply_override(table, override)
@@ -81,7 +81,7 @@ def validated(
 
 
 def _with_preset(table: dict[str, Any], base: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return a raw table over the table of its preset, and the problems of finding the preset."""
+    """Merge a raw table into the table of its preset. Also return the problems of finding the preset."""
     section = table.get("algorithm")
     name = section.get("preset") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(name, str):

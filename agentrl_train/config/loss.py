@@ -9,7 +9,7 @@ from agentrl_train.config.section import Count, NonNegative, Positive, Share
 
 
 class PlainRatio(Function):
-    """Ratio of the token, or the geometric mean of its turn or sequence."""
+    """Ratio of the token, or the geometric mean over its turn or sequence."""
 
     name: Literal["token", "turn", "sequence", "sequence_token"] = "token"
 
@@ -23,7 +23,7 @@ class GeometricRatio(Function):
     high: Positive = 0.28
     """See low."""
     dual: NonNegative = 3.0
-    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
+    """Upper bound of the ratio for tokens with negative advantage. 0 disables it."""
 
 
 Ratio = Annotated[PlainRatio | GeometricRatio | Own, Choice("token")]
@@ -44,7 +44,7 @@ class Clip(Function):
     high: Positive = 0.28
     """See low."""
     dual: NonNegative = 3.0
-    """Upper bound of the ratio for tokens with negative advantage; 0 is off."""
+    """Upper bound of the ratio for tokens with negative advantage. 0 disables it."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the parameters, one sentence each."""
@@ -54,11 +54,11 @@ class Clip(Function):
 
 
 class Bounds(Function):
-    """Cap the ratio without losing the gradient (CISPO), or omit tokens whose ratio lies outside ("band")."""
+    """Cap the ratio without losing the gradient (CISPO), or omit tokens with a ratio outside ("band")."""
 
     name: Literal["cap", "band"]
     low: Share = 0.2
-    """The ratio is bounded by 1 - low and 1 + high."""
+    """The range of the ratio is 1 - low to 1 + high."""
     high: Positive = 0.28
     """See low."""
 
@@ -82,7 +82,7 @@ class Divergence(Function):
     high: Share = 0.2
     """Largest rise of a token's probability if its advantage is positive."""
     cap: NonNegative = 20.0
-    """Upper bound of the weight of a token, without losing its gradient; 0 is off."""
+    """Upper bound of the weight of a token, without losing its gradient. 0 disables it."""
 
 
 Region = Annotated[Unbounded | Clip | Bounds | Soft | Divergence | Own, Choice("clip")]
@@ -99,13 +99,13 @@ class Truncate(Function):
 
     name: Literal["truncate"] = "truncate"
     cap: NonNegative = 2.0
-    """Upper bound of the ratio; 0 is without a bound."""
+    """Upper bound of the ratio. 0 means no bound."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio of the token, or the geometric mean of its sequence."""
+    """Ratio of the token, or the geometric mean over its sequence."""
 
 
 class Mask(Truncate):
-    """Omit tokens whose ratio lies outside [floor, cap], and weigh the others by it (MIS, IcePop)."""
+    """Omit tokens with a ratio outside [floor, cap], and weigh the others by the ratio (MIS, IcePop)."""
 
     name: Literal["mask"] = "mask"  # type: ignore[assignment]
     floor: NonNegative = 0.5
@@ -124,9 +124,9 @@ Correction = Annotated[NoCorrection | Truncate | Mask | Own, Choice("none")]
 class Mean(Function):
     """Equal weight for each token, episode ("sequence_mean"), group or task.
 
-    If an episode has several segments, as with a sub-agent, these have equal weight within it
-    ("sequence_mean"), or its tokens have ("rollout_mean"), or each segment has the weight of an episode
-    ("segment_mean").
+    An episode can have several segments, for example with a sub-agent. Within it, its segments
+    ("sequence_mean") or its tokens ("rollout_mean") have equal weight, or each segment has the weight of an
+    episode ("segment_mean").
     """
 
     name: Literal[
@@ -139,7 +139,7 @@ class Constant(Function):
 
     name: Literal["constant"] = "constant"
     tokens: Count | None = None
-    """Denominator of each episode; ``engine.max_context`` by default."""
+    """Denominator of each episode, ``engine.max_context`` by default."""
 
 
 Aggregation = Annotated[Mean | Constant, Choice("sequence_mean")]

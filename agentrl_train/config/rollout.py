@@ -23,9 +23,9 @@ from agentrl_train.config.sections import SLACK_S, SLOWEST_TOKENS_PER_S
 
 
 class SubAgentSection(Table):
-    """A sub-agent that the policy may call as a tool (``[rollout.sub_agent]``, MATPO).
+    """A sub-agent that the policy can call as a tool (``[rollout.sub_agent]``, MATPO).
 
-    The caller is the planner; a call is played by a worker, which is the same policy in a context of its own.
+    The caller is the planner. Each call is played by a worker, which is the same policy in its own context.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "delegate"
@@ -41,13 +41,13 @@ class SubAgentSection(Table):
     )
     """System message of workers."""
     max_turns: Count = 8
-    """Turns of one call. The last one is for the report; its tool calls are not executed."""
+    """Maximum turns of one call. The last turn is for the report, and its calls are not executed."""
     planner_tools: tuple[str, ...] | None = None
-    """Tools of the environment that the planner sees; all by default."""
+    """Tools of the environment that the planner sees. All by default."""
     worker_tools: tuple[str, ...] | None = None
-    """Tools of the environment that workers see; all by default."""
+    """Tools of the environment that workers see. All by default."""
     tasks: tuple[str, ...] = ()
-    """Tasks that can call the sub-agent; all by default."""
+    """Tasks that can call the sub-agent. All by default."""
 
     def serves(self, task: str) -> bool:
         """Return True if a task can call the sub-agent."""
@@ -73,25 +73,25 @@ class Stale(Table):
     """Cross-policy sampling (AgentRL)."""
 
     fraction: Fraction = 0.0
-    """Probability that a turn is sampled by the stale policy; 0 is off."""
+    """Probability that a turn is sampled by the stale policy. 0 disables it."""
     interval: Count = 10
-    """Steps between two refreshes of the stale policy. Its weights are not in checkpoints: a run that is
-    resumed refreshes it with those of the checkpoint."""
+    """Steps between two refreshes of the stale policy. Its weights are not in checkpoints, so a resumed run
+    refreshes it with the weights of the checkpoint."""
     model: ModelPath | None = None
-    """A Hugging Face model folder, or a name on the hub, with weights that the stale policy keeps in place of
-    older weights of the policy. It has the architecture and the tokenizer of ``model.path``."""
+    """A Hugging Face model folder, or a name on the hub, for the stale policy instead of older weights of the
+    policy. It must have the architecture and the tokenizer of ``model.path``."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this table, one sentence each."""
         if self.model is not None and not self.fraction:
             return [
-                "model samples nothing with fraction = 0: set that to its share of the turns, such as 0.25"
+                "model samples nothing with fraction = 0: set fraction to its share of turns, such as 0.25"
             ]
         return []
 
 
 def _stages(value: Any) -> Any:
-    """Return the table of a horizon that is given by its turn limits alone."""
+    """Return the table of a horizon that is given as only its turn limits."""
     return {"turns": value} if isinstance(value, list | tuple) else value
 
 
@@ -99,7 +99,7 @@ class Horizon(Table):
     """Turn limits of training episodes in stages (ScalingInter-RL)."""
 
     turns: Annotated[tuple[Count, ...], Field(min_length=1)]
-    """Limit of each stage; the last one stays."""
+    """Turn limit of each stage. The last limit stays."""
     steps: Count = 100
     """Steps of one stage."""
 
@@ -111,11 +111,11 @@ class FixedMix(Function):
 
 
 class ProgressMix(Function):
-    """By learning progress, the change of success between the halves of ``window`` (arXiv 1707.00183)."""
+    """Weights by learning progress, the change of success between halves of ``window`` (arXiv 1707.00183)."""
 
     name: Literal["progress"] = "progress"
     fixed_share: Share = 0.2
-    """Part of the draws that keeps the fixed weights, so that no task is lost."""
+    """Share of the draws that keeps the fixed weights, so that no task disappears."""
     every: Count = 5
     """Steps between two changes of the mixture."""
 
@@ -124,11 +124,11 @@ class CurriculumSection(Table):
     """Difficulty and mixture of the tasks by the success of their training episodes."""
 
     levels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Splits of a task from easy to hard, in place of ``environments.split``."""
+    """Splits of a task from easy to hard, instead of ``environments.split``."""
     raise_at: Share = 0.8
-    """Success rate over ``window`` groups of a level from which on the next one is drawn."""
+    """Success rate over ``window`` groups of a level that starts the next level."""
     window: Annotated[int, Field(ge=2)] = 16
-    """Trained groups of a task over which its success is averaged."""
+    """Number of trained groups of a task over which its success is averaged."""
     mix: Annotated[FixedMix | ProgressMix, Choice("progress")] = FixedMix()
     """Weights of the tasks: fixed, or by learning progress."""
 
@@ -149,36 +149,36 @@ class RolloutSection(Section):
     group_size: Count = 8
     """Sibling episodes of one sample."""
     balance: Literal["tokens", "groups"] = "tokens"
-    """Unit of task weights: trained tokens, as counted until each checkpoint, or groups."""
+    """Unit of task weights: trained tokens, counted until each checkpoint, or groups."""
     max_staleness: CountOrOff = 1
-    """S: (S + 1) P groups can be in flight; 0 is synchronous. If episodes differ much in length, raise
-    ``window`` as well."""
+    """S: (S + 1) P groups can be in flight. 0 means synchronous training. If episodes have very different
+    lengths, also raise ``window``."""
     window: Count = 1
-    """W: look-ahead of the trainer beyond strict FIFO order, in groups; 1 is strict order, in which each step
+    """W: look-ahead of the trainer beyond strict FIFO order, in groups. 1 is strict order, in which each step
     waits for its slowest group."""
     episode_timeout_s: Positive | None = None
-    """Time limit of one episode, waiting for a free session not included. The turn in progress ends, then the
-    episode is truncated: it keeps its turns and its reward and is trained on. Left out, a minute more than
-    ``engine.max_context`` tokens take at 5 tokens/s, for each of a turn's completions."""
+    """Time limit of one episode, without the wait for a free session. The turn in progress ends, and then the
+    episode is truncated: it keeps its turns and its reward and is trained on. The default is a minute more
+    than ``engine.max_context`` tokens take at 5 tokens/s, for each of a turn's completions."""
     environment_timeout_s: Positive = 120.0
     """Deadline of one answer of an environment, after which the episode counts as failed."""
     environment_retries: CountOrOff = 2
     """Retries of an episode in fresh sessions after infrastructure failures."""
     environment_wait_timeout_s: NonNegative = 60.0
-    """Seconds an environment may be unreachable before that counts as such a failure."""
+    """Seconds that an environment can be unreachable before it counts as an infrastructure failure."""
     stale: Stale = Stale()
     """Cross-policy sampling by a stale policy."""
     max_turns: dict[str, Count] = Field(default_factory=dict)
-    """Turn limits by task, to lower the limits of the environments."""
+    """Turn limits by task, which can lower the limits of the environments."""
     horizon: Annotated[Horizon | None, BeforeValidator(_stages)] = None
-    """Turn limits in stages; off by default."""
+    """Turn limits in stages. Off by default."""
     curriculum: CurriculumSection = CurriculumSection()
-    """Levels and mixture of the tasks by their success."""
+    """Levels and weights of the tasks, depending on their success."""
     sub_agent: SubAgentSection | None = None
-    """A sub-agent as a tool; off by default."""
+    """A sub-agent as a tool. Off by default."""
     alternatives: CountOrOff = 0
-    """Further completions of each turn of a training episode, which are not played, for the pairs of credit
-    "sweet"."""
+    """Additional completions of each turn of a training episode, for the pairs of credit "sweet". They are
+    not played."""
 
     def episode_limit_s(self, *, max_context: int) -> float:
         """Return ``episode_timeout_s``, or its default for a context of this length."""
@@ -187,7 +187,7 @@ class RolloutSection(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
+        """Largest number of steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
         window = min(self.window, self.max_staleness * self.groups_per_step + 1)
         return self.max_staleness + math.ceil((window - 1) / self.groups_per_step)
 

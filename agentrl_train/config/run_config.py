@@ -33,20 +33,20 @@ from agentrl_train.config.toml import problems as table_problems
 from agentrl_train.types import Sampling
 
 FIXED = ("train.lora", "model.path", "model.revision")
-"""Settings that must not change on resume: they define the parameters of a checkpoint and its reference."""
+"""Settings that must not change on resume, because they define a checkpoint's parameters and reference."""
 CRITIC = "algorithm.credit.name"
-"""Setting whose value must not become another critic on resume: checkpoints hold the critic of the run."""
+"""Setting that must not select another critic on resume, because checkpoints hold the critic of the run."""
 EVALUATED = ("model", "environments", "engine", "rollout", "eval")
 """Sections on which the results of an evaluation depend."""
 CONTEXTS_FRACTION = 0.05
-"""Share of a GPU for CUDA contexts and libraries, which are outside the limits of both processes."""
+"""Share of a GPU for CUDA contexts and libraries, to which the limits of both processes do not apply."""
 
 
 class RunConfig(Section):
     """The configuration of a run."""
 
     trains: ClassVar[bool] = True
-    """False if nothing is trained on what the engine samples."""
+    """False if the samples of the engine are not trained on."""
 
     run: RunSection
     model: ModelSection
@@ -65,7 +65,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_thread(cls, table: Any) -> Any:
-        """Set one thread for a deterministic run that leaves their number out."""
+        """Set one thread for a deterministic run without a number of threads."""
         if not isinstance(table, dict):
             return table
         run, engine = table.get("run"), table.get("engine")
@@ -80,7 +80,7 @@ class RunConfig(Section):
 
     @property
     def critic(self) -> CriticCredit | None:
-        """Return the settings of the critic, if credit is by one. Its head start is shorter than the run."""
+        """Return the settings of the critic, if there is one. Its warm-up is shorter than the run."""
         critic = self.algorithm.critic
         if critic is None:
             return None
@@ -108,8 +108,8 @@ class RunConfig(Section):
     def stall_timeout_s(self) -> float:
         """Return the longest time without a finished group: one episode with all its retries and waits.
 
-        An attempt opens a session, plays until its limit, and ends the turn in progress. A full server has
-        one free once another episode has ended.
+        An attempt opens a session, plays until its limit, and ends the turn in progress. A full server has a
+        free session once another episode has ended.
         """
         rollout, engine = self.rollout, self.engine
         episode_s = rollout.episode_limit_s(max_context=engine.max_context)
@@ -138,7 +138,7 @@ class RunConfig(Section):
 
     @property
     def without_training(self) -> Self:
-        """Return the configuration of an evaluation by itself, which needs the current policy only."""
+        """Return the configuration of an evaluation without a run, which needs only the current policy."""
         return self.model_copy(
             update={
                 "rollout": self.rollout.model_copy(update={"stale": Stale(), "alternatives": 0}),
@@ -161,7 +161,7 @@ class RunConfig(Section):
 
     @property
     def learner_memory_fraction(self) -> float | None:
-        """Return the share of a GPU's memory that a learner process may fill; None if it has no limit."""
+        """Return the share of a GPU's memory that a learner process can fill, or None for no limit."""
         if self.placement.layout != "shared" or self.engine.device != "cuda" or self.engine.kind != "vllm":
             return None
         return 1.0 - self.engine.vllm.memory_fraction - CONTEXTS_FRACTION
@@ -204,8 +204,8 @@ class RunConfig(Section):
         if (share := self.learner_memory_fraction) is not None and share < CONTEXTS_FRACTION:
             found.append(
                 f"engine.vllm.args.gpu_memory_utilization = {self.engine.vllm.memory_fraction:g} leaves "
-                "nothing of a GPU that placement.layout = 'shared' gives to the learner as well: set it "
-                "to 0.5, for example"
+                "nothing of a GPU that placement.layout = 'shared' also gives to the learner: set it to "
+                "0.5, for example"
             )
         if self.model.dtype == "bfloat16" and self.train.lora is None:
             found.append(
@@ -267,8 +267,8 @@ class RunConfig(Section):
     def changes_since(self, path: Path) -> dict[str, tuple[Any, Any]]:
         """Return setting -> (old, new) for settings that differ from the configuration in a file.
 
-        Settings that did not exist yet when the file was written had their defaults. If the file has former
-        spellings, only settings that both have are compared, and those that must not change.
+        Settings that did not exist when the file was written count as defaults. If the file has former
+        spellings, only common settings and settings that must not change are compared.
         """
         table = read_toml(path) if path.exists() else {}
         if not table:
@@ -284,6 +284,6 @@ class RunConfig(Section):
 
 
 class GatewayConfig(RunConfig):
-    """The configuration of a gateway by itself, which can answer greedily."""
+    """The configuration of a gateway without a run. It can answer greedily."""
 
     trains = False

@@ -31,4 +31,4 @@ class Section(BaseModel):
 
 
 class Table(Section):
-    """Base of tables that are the value of one key: a function with its parameters, or one method."""
+    """Base of tables that are the value of a single key: a function with its parameters, or a method."""

@@ -30,7 +30,7 @@ from agentrl_train.config.section import (
 from agentrl_train.types import Sampling
 
 SLOWEST_TOKENS_PER_S = 5.0
-"""Speed of one session below which an engine is not useful; default time limits follow from it."""
+"""Lowest useful speed of one session. Default time limits follow from it."""
 SLACK_S = 60.0
 """Added to default time limits."""
 SET_BY_TRAINER = {
@@ -47,29 +47,29 @@ SET_BY_TRAINER = {
     "generation_config": "",
     "logprobs_mode": "",
 }
-"""Arguments of vLLM that follow from a setting, or that the trainer needs as they are."""
+"""Arguments of vLLM that are set by a setting, or that the trainer needs unchanged."""
 
 
 class VllmSection(Section):
     """Options of ``engine.kind = "vllm"``."""
 
     python: AnyPath | None = None
-    """Python interpreter with vLLM for the engine processes; by default the trainer's."""
+    """Python interpreter with vLLM for the engine processes. By default the trainer's."""
     replicas: Count = 1
     """Engines of the current policy."""
     push: Literal["in_flight", "drained"] = "in_flight"
-    """Update weights in the middle of completions, or after active ones have finished."""
+    """Update weights in the middle of completions, or after active completions have finished."""
     transfer: Literal["memory", "nccl"] = "memory"
     """Weight transfer: through shared memory, or GPU to GPU by vLLM's NCCL transfer."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Any further arguments of vLLM's engine, such as ``{gpu_memory_utilization = 0.5, tensor_parallel_size =
+    """Additional arguments of vLLM's engine, such as ``{gpu_memory_utilization = 0.5, tensor_parallel_size =
     2, kv_cache_memory_bytes = 1073741824, quantization = "fp8"}``."""
     start_timeout_s: Positive = 300.0
     """Deadline for an engine process to start."""
 
     @property
     def memory_fraction(self) -> float:
-        """Return the share of a GPU's memory that an engine may fill."""
+        """Return the share of a GPU's memory that an engine can fill."""
         return float(self.args.get("gpu_memory_utilization", 0.9))
 
     @property
@@ -103,26 +103,28 @@ class EngineSection(Section):
     device: str = "cpu"
     """PyTorch device of engine and learner: "cpu" or "cuda"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the sampling weights; the trainer keeps float32."""
+    """Dtype of the sampling weights. The trainer keeps float32."""
     max_sessions: Count = 64
     """Concurrent episodes."""
     max_context: Annotated[int, Field(ge=16)] = 2048
     """Token limit of one episode, prompt and replies included."""
     max_new_tokens: Count = 256
-    """Token limit of one turn; the last turn of a full context is shorter."""
+    """Token limit of one turn. The last turn of a full context is shorter."""
     completion_timeout_s: Positive | None = None
-    """Seconds without progress of the engine after which the completions that wait for it fail. A slow engine
-    that works never fails. Left out, a minute more than ``max_new_tokens`` take at 5 tokens/s."""
+    """Waiting completions fail after this many seconds without progress of the engine. A slow engine that
+    still makes progress never fails. The default is a minute more than ``max_new_tokens`` take at 5
+    tokens/s."""
     temperature: NonNegative = 1.0
-    """Divides the logits, at sampling and in the loss."""
+    """Temperature, which divides the logits in sampling and in the loss."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the most probable tokens that hold this share of the probability; 1 is all."""
+    """Sample from the most probable tokens with this total probability. 1 means all tokens."""
     top_k: CountOrOff = 0
-    """Sample from this many of the most probable tokens; 0 is all."""
+    """Sample from this many of the most probable tokens. 0 means all tokens."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Sample from the tokens at least this share as probable as the most probable one; 0 is all."""
+    """Sample from tokens whose probability is at least this share of the most probable token's. 0 means
+    all."""
     deterministic: bool = False
-    """Make synchronous runs reproducible bit for bit on one machine, also across kill and resume. The run
+    """Make synchronous runs reproducible bit for bit on one machine, even after a kill and resume. The run
     uses one CPU thread, which makes it slower."""
     vllm: VllmSection = VllmSection()
 
@@ -166,11 +168,11 @@ class LocalLauncher(Function):
 
 
 class RayLauncher(Function):
-    """All processes are placed by Ray."""
+    """Ray places all processes."""
 
     name: Literal["ray"] = "ray"
     address: str | None = None
-    """Address of the cluster; by default ``RAY_ADDRESS``, else a local cluster for this run."""
+    """Address of the cluster. By default ``RAY_ADDRESS``, or else a local cluster for this run."""
     timeout_s: Positive = 300.0
     """Deadline for the cluster to allocate the resources of the run."""
 
@@ -179,16 +181,17 @@ class PlacementSection(Section):
     """Placement of the processes of a run."""
 
     layout: Literal["separated", "colocated", "shared"] = "separated"
-    """Separate GPUs for learner and engine, or the same ones: in turns ("colocated": the engine sleeps while
-    the learner works), or at the same time ("shared": vLLM fills the ``gpu_memory_utilization`` of
-    ``engine.vllm.args`` of each, the learner at most the rest less a twentieth)."""
+    """Separate GPUs for learner and engine, or the same GPUs: in turns ("colocated": the engine sleeps while
+    the learner works), or at the same time ("shared": vLLM fills the share ``gpu_memory_utilization`` of
+    ``engine.vllm.args`` of each GPU, and the learner can use the rest minus a twentieth)."""
     launcher: Annotated[LocalLauncher | RayLauncher, Choice("local")] = LocalLauncher()
-    """Local processes; learner ranks started by torchrun, on one node or many; or all placed by Ray."""
+    """Local processes, learner ranks started by torchrun on one node or many, or all processes placed by
+    Ray."""
     learner: tuple[int, ...] = ()
-    """GPUs of the learner, one per process on a node; by default the first GPUs."""
+    """GPUs of the learner, one per process on a node. By default the first GPUs."""
     engine: tuple[int, ...] = ()
-    """GPUs of the engine, ``tensor_parallel_size`` per replica; by default those after the learner's, or the
-    learner's if they are not separated."""
+    """GPUs of the engine, ``tensor_parallel_size`` per replica. By default the GPUs after the learner's, or
+    the learner's GPUs if they are not separated."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -239,7 +242,7 @@ class LoraSection(Table):
     alpha: Positive
     """Adapter outputs are scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = ()
-    """Names of the adapted linear layers, such as "q_proj"; by default all except the head."""
+    """Names of the adapted linear layers, such as "q_proj". By default all except the head."""
 
 
 class Decay(Function):
@@ -247,9 +250,9 @@ class Decay(Function):
 
     name: Literal["linear", "cosine"] = "linear"
     to: Fraction = 1.0
-    """The learning rate decays to this share of its peak over the run."""
+    """The learning rate decays to this share of its peak at the end of the run."""
     over: Fraction = 1.0
-    """Share of the steps after the warm-up, at the end, over which the learning rate decays."""
+    """The learning rate decays over this last share of the steps after the warm-up."""
 
 
 class TrainSection(Section):
@@ -264,7 +267,7 @@ class TrainSection(Section):
     warmup_steps: CountOrOff = 0
     """Warm-up updates of the learning rate."""
     decay: Annotated[Decay, BeforeValidator(as_table)] = Decay()
-    """Decay of the learning rate; by default it is constant."""
+    """Decay of the learning rate. By default it is constant."""
     max_grad_norm: Positive = 1.0
     """Gradient clipping norm."""
     minibatches: Count = 1
@@ -272,26 +275,27 @@ class TrainSection(Section):
     micro_batch_tokens: Count = 8192
     """Token budget of one micro-batch."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype of the learner; parameters stay in float32. "auto" is bfloat16 on a CPU with instructions
-    for it, from 50 million parameters on, else float32."""
+    """Compute dtype of the learner. Parameters stay in float32. "auto" is bfloat16 for models of at least 50
+    million parameters on a CPU with bfloat16 instructions, and otherwise float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and a copy of the parameters that it updates, in host memory."""
     lora: LoraSection | None = None
-    """Train adapters instead of the whole model; off by default."""
+    """Train adapters instead of the whole model. Off by default."""
     processes: Count = 1
     """Learner processes on this machine, started by ``agentrl-train run``."""
     sequence_parallel: Count = 1
-    """Ranks per row of tokens, for long contexts; must divide processes and attention heads."""
+    """Ranks per row of tokens, for long contexts. Must divide the numbers of processes and attention
+    heads."""
     rank_timeout_s: Positive = 600.0
     """Deadline of collective operations between the learner processes."""
     on_bad_update: Literal["stop", "skip"] = "stop"
-    """Reaction to a non-finite loss or gradient, or a gradient spike; the groups are written to disk."""
+    """Reaction to a non-finite loss or gradient, or a gradient spike. The groups are written to disk."""
     spike_factor: NonNegative = 0.0
-    """A gradient norm above this multiple of the median of the last 50 is a bad update; 0 is off."""
+    """A gradient norm above this multiple of the median of the last 50 is a bad update. 0 disables it."""
     step_timeout_s: Positive = 3600.0
-    """Deadline of one training step, weight publishing included."""
+    """Deadline of one training step, including weight publishing."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -304,13 +308,14 @@ class TrainSection(Section):
 class SftSection(Section):
     """Supervised fine-tuning on expert episodes (``agentrl-train sft``).
 
-    ``[model]``, ``[train.lora]``, ``train.precision`` and the memory settings of ``[train]`` apply as well.
+    ``[model]``, ``[train.lora]``, ``train.precision`` and the memory settings of ``[train]`` also apply.
     """
 
     traces: Count = 500
     """Expert episodes per task."""
     steps: Count = 30
-    """Updates. A pretrained model of 135 million parameters needs 5 to 30; an untrained one thousands."""
+    """Number of updates. A pretrained model of 135 million parameters needs 5 to 30, an untrained one
+    thousands."""
     batch_size: Count = 16
     """Episodes per optimizer step."""
     learning_rate: Positive = 1e-4
@@ -321,17 +326,17 @@ class RunSection(Section):
     """Length, name, folder and seed of the run."""
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the folder inside ``folder``; letters, digits, ``.``, ``_`` and ``-``."""
+    """Name of the folder inside ``folder``, from letters, digits, ``.``, ``_`` and ``-``."""
     steps: Count
     """Optimizer batches to train."""
     folder: OutputPath = Field("runs", validate_default=True)
-    """Parent of the run folders; relative to the working directory."""
+    """Parent of the run folders, relative to the working directory."""
     seed: CountOrOff = 0
     """Seed of all random draws: samples, tokens, order."""
     run_timeout_s: Positive | None = None
     """Time limit of the run. It stops after the current step, even before ``steps``, and can be resumed."""
     threads: Count | None = None
-    """CPU threads of PyTorch, shared by engine and learner; by default one for each core."""
+    """CPU threads of PyTorch, shared by engine and learner. By default one for each core."""
 
     @property
     def path(self) -> Path:
@@ -346,24 +351,24 @@ class ModelSection(Section):
     """A Hugging Face model folder, a name on the hub (``org/name``), a .gguf file, ``package:NAME`` for
     weights in a Python package, or the name of a model from ``agentrl-train fetch``."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; by default its default branch."""
+    """Branch, tag or commit of a model on the hub. By default its default branch."""
     chat_template: FilePath | None = None
-    """File with a Jinja chat template; by default the tokenizer's template."""
+    """File with a Jinja chat template. By default the tokenizer's template."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking = false}``."""
     tool_parser: str | None = None
-    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt; by default stored
-    with the model by an earlier run, or chosen by the chat template."""
+    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt. By default the
+    syntax that an earlier run stored with the model, or else the syntax of the chat template."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop tokens, as text, in addition to the generation configuration's and the tokenizer's."""
     system_prompt: str | None = None
     """Text in front of every opening, as a system message."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the learner's parameters. With ``train.lora``, "bfloat16" halves the memory of the frozen
-    weights; adapters stay in float32."""
+    weights. Adapters stay in float32."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """The learner's attention: PyTorch's, where the model has it, the plain one of transformers, with one
-    sequence in a row, or flash-attn where it is installed (CUDA)."""
+    """The learner's attention: PyTorch's attention if the model supports it ("sdpa"), the plain attention of
+    transformers with one sequence in a row ("eager"), or an installed flash-attn (CUDA)."""
 
     def problems(self) -> list[str]:
         """Return violated constraints between the fields of this section, one sentence each."""
@@ -372,12 +377,12 @@ class ModelSection(Section):
 
 
 def _command(value: Any) -> Any:
-    """Return the table of a program that is given by its command alone."""
+    """Return the table of a program that is given as only its command."""
     return {"run": value} if isinstance(value, str) else value
 
 
 _QUESTION = {"input", "instructions", "messages", "stream", "system", "tools"}
-"""Parameters of a request without which its answer would be another's."""
+"""Parameters of a request that cannot be ignored, because they define the request."""
 
 
 class Program(Table):
@@ -389,9 +394,9 @@ class Program(Table):
     """Working directory of a command."""
     ignore: tuple[str, ...] = ()
     """Parameters to ignore in the requests of the program, such as ``["temperature", "tool_choice"]``. Any
-    other that would change the answer, and cannot, is an error."""
+    other unsupported parameter that would change the answer is an error."""
     samples: FilePath | None = None
-    """File of samples, one JSON object per line, in place of a server; its name is the task's."""
+    """File of samples, one JSON object per line, instead of a server. Its name is the name of the task."""
     eval_samples: FilePath | None = None
     """File of samples for evaluation."""
 
@@ -405,11 +410,11 @@ class Program(Table):
         lacking = self.eval_samples is not None and self.samples is None
         found = ["eval_samples need samples: set both"] * lacking
         asked = sorted(_QUESTION.intersection(self.ignore))
-        return found + [f"ignore lists {name!r}, which is what a request asks: remove it" for name in asked]
+        return found + [f"ignore lists {name!r}, which defines a request: remove it" for name in asked]
 
 
 class EnvironmentSection(Section):
-    """Environments of one server, started by the run or running already, or samples of an agent program."""
+    """Environments of a server that the run starts or that already runs, or samples of an agent program."""
 
     serve: tuple[TargetPath, ...] = ()
     """Targets to serve from a child process: folders, ``file.py:Class``, ``module:Class``, or task names."""
@@ -419,12 +424,12 @@ class EnvironmentSection(Section):
     """Address of a running server or controller."""
     program: Annotated[Program | None, BeforeValidator(_command)] = None
     """Agent program that plays the episodes: a command, ``file.py:function``, the name of a coding agent such
-    as "mini-swe-agent", or a table with more about it. It calls the policy through the gateway, and returns
-    or posts the reward. Left out, the run plays with the tools of the tasks."""
+    as "mini-swe-agent", or a table with more settings. It calls the policy through the gateway, and returns
+    or posts the reward. By default, the run plays with the tools of the tasks."""
     token_env: str | None = None
-    """Environment variable with the token of the server; without it no token is sent."""
+    """Environment variable with the token of the server. Without it no token is sent."""
     tasks: dict[str, Positive] = Field(default_factory=dict)
-    """Weight of each task; by default all tasks of the server have the same weight."""
+    """Weight of each task. By default all tasks of the server have the same weight."""
     split: str = "train"
     """Split for training."""
     eval_split: str = "test"
@@ -439,7 +444,7 @@ class EnvironmentSection(Section):
                 "give either serve (targets to start) or url (a running server), or samples of a program"
             )
         if samples and self.tasks:
-            found.append("tasks are those of a server: leave them out, samples are one task")
+            found.append("tasks selects tasks of a server, but samples are one task: leave tasks out")
         if samples and self.split == self.eval_split:
             found.append("split and eval_split are the same: give them different names")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -453,7 +458,7 @@ class CheckpointSection(Section):
     every: Count = 10
     """Steps between checkpoints."""
     keep: Count = 2
-    """Number of checkpoints to keep; all but the newest without the state of the optimizer."""
+    """Number of checkpoints to keep. Only the newest keeps the state of the optimizer."""
     best: bool = True
     """Keep the model with the best evaluation so far in ``best/`` of the run folder."""
 
@@ -462,7 +467,7 @@ class Concurrent(Table):
     """Evaluation alongside training."""
 
     max_sessions: Count | None = None
-    """Number of concurrent episodes; by default a quarter of ``engine.max_sessions``."""
+    """Number of concurrent episodes. By default a quarter of ``engine.max_sessions``."""
 
 
 def _concurrent(value: Any) -> Any:
@@ -471,42 +476,42 @@ def _concurrent(value: Any) -> Any:
 
 
 class EvalSection(Section):
-    """Held-out evaluation at the start, the end and between."""
+    """Held-out evaluation at the start, at the end and during the run."""
 
     samples: CountOrOff = 200
-    """Held-out samples per task; 0 is off."""
+    """Held-out samples per task. 0 disables it."""
     attempts: Count = 1
-    """Episodes per sample; more than one gives pass@k."""
+    """Episodes per sample. With more than one, evaluations report pass@k."""
     every: CountOrOff = 0
-    """Steps between two evaluations; 0 is only at the start and the end."""
+    """Steps between two evaluations. 0 evaluates only at the start and the end."""
     temperature: NonNegative | None = None
-    """Temperature of evaluations; 0 is greedy. By default, evaluations sample as training does."""
+    """Temperature of evaluations. 0 is greedy. By default, evaluations sample in the same way as training."""
     concurrent: Annotated[Concurrent | None, BeforeValidator(_concurrent)] = None
-    """Train on while an evaluation plays (``true``): a second set of weights holds the checkpoint that it
-    evaluates. The evaluation at the end has nothing beside it. Left out, it is off."""
+    """Continue to train while an evaluation plays (``true``). A second set of weights holds the evaluated
+    checkpoint. The evaluation at the end runs alone. Off by default."""
     greedy: bool = False
-    """Play every sample once more at temperature 0, and report that success beside the other."""
+    """Play every sample once more at temperature 0, and also report this success."""
 
 
 class Prometheus(Table):
     """Endpoint for Prometheus."""
 
     port: Annotated[int, Field(ge=0, le=65535)]
-    """Port; 0 picks a free one."""
+    """Port. 0 picks a free port."""
     host: str = "127.0.0.1"
     """Address that the endpoint listens on."""
 
 
 class MetricsSection(Section):
-    """Outputs beside ``metrics.jsonl``."""
+    """Outputs in addition to ``metrics.jsonl``."""
 
     tensorboard: bool = True
     """Write ``tensorboard/``."""
     trajectories: CountOrOff = 4
-    """Readable trajectories written per step."""
+    """Number of readable trajectories to write per step."""
     trace: bool = True
     """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
     prometheus: Prometheus | None = None
-    """Prometheus endpoint, such as ``{port = 9100}``. Left out, it is off."""
+    """Prometheus endpoint, such as ``{port = 9100}``. Off by default."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
-    """Weights & Biases project that receives the metrics (extra ``[wandb]``). Left out, it is off."""
+    """Weights & Biases project that receives the metrics (extra ``[wandb]``). Off by default."""

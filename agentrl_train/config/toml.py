@@ -32,7 +32,7 @@ def read_toml(path: Path) -> Table:
 
 
 def apply_override(table: Table, override: str) -> None:
-    """Set one value from ``section.key=value``; a value that is not TOML is a plain string.
+    """Set one value from ``section.key=value``. A value that is not TOML is a plain string.
 
     Elements of an array of tables are indexed: ``environments.0.url=...``. Raises ``ConfigError``.
     """
@@ -54,7 +54,7 @@ def set_value(table: Table, key: str, value: Any, *, given: str) -> None:
 def _descend(here: Any, part: str, given: str) -> Any:
     if isinstance(here, dict):
         if part in here:
-            here[part] = as_table(here[part])  # that of a name or of true
+            here[part] = as_table(here[part])  # the table of a name or of true
         return here.setdefault(part, {})
     if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
         return here[int(part)]
@@ -80,7 +80,7 @@ def _value(text: str) -> Any:
 def merge(table: Table, changes: Mapping[str, Any]) -> None:
     """Set the values of ``changes`` in a table of sections.
 
-    Tables inside a section are merged too, unless they choose another function.
+    Tables inside a section are also merged, unless they select another function.
     """
     for section, values in changes.items():
         here = table.get(section)
@@ -103,7 +103,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
 
 def dumps(table: Mapping[str, Any]) -> str:
     """Return a table as TOML."""
-    import tomli_w  # of the extra [train], without which commands still explain themselves
+    import tomli_w  # part of the extra [train]; commands print their help without it
 
     return tomli_w.dumps(table)
 
@@ -153,7 +153,7 @@ def _place(error: Mapping[str, Any], table: Any) -> list[str | int]:
 
 
 def _remove(table: Any, place: Sequence[str | int]) -> None:
-    """Remove a value from its section, if it exists; whole sections stay."""
+    """Remove a value from its section, if it exists. Whole sections stay."""
     for part in place[:-1]:
         table = table[part]
     if len(place) > 1 and isinstance(table, dict):
@@ -187,7 +187,7 @@ def _sentences(
 def _unknown_key(
     name: str, location: Sequence[str | int], value: Any, model: type[BaseModel]
 ) -> Iterator[str]:
-    """Yield how a renamed key is spelled now, or a similar key; for a former section, each of its keys."""
+    """Yield the new spelling of a renamed key, or a similar key. Yield each key of a former section."""
     key = re.sub(r"\.\d+\.", ".", name)
     if key in RENAMED:
         yield f"unknown key {name}: it was renamed to {RENAMED[key]}"
@@ -201,7 +201,7 @@ def _unknown_key(
 
 
 def _near(name: str, location: Sequence[str | int], model: type[BaseModel]) -> str:
-    """Return the sentence about a key that never was one."""
+    """Return the sentence about a key that never existed."""
     key, valid = str(location[-1]), list(_fields(location[:-1], model))
     if near := get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"unknown key {name}; did you mean {near[0]}?"
@@ -212,7 +212,7 @@ def _near(name: str, location: Sequence[str | int], model: type[BaseModel]) -> s
 
 
 def _fields(location: Sequence[str | int], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the fields of the section or function at ``location``; empty for a plain value."""
+    """Return the fields of the section or function at ``location``. Empty for a plain value."""
     here = [model]
     for part in location:
         if isinstance(part, int):

@@ -84,7 +84,7 @@ class Group:
     def mask(
         self, config: PreTrainedConfig, kind: str, positions: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return a mask to be added to the scores of a layer, [sequences, 1, width, length]; None for no mask.
+        """Return a mask to add to the scores of a layer, [sequences, 1, width, length]; None for no mask.
 
         Args:
             config: text configuration of the model.

@@ -244,7 +244,7 @@ def test_function_given_in_python_is_used_and_written_by_its_name(tmp_path: Path
         (["algorithm.preset=sweet_dpo", "algorithm.aggregation=sequence_mean"], "weighs all pairs equally"),
         (["rollout.alternatives=4"], "set both, or neither"),
         ([*ESTIMATED, "algorithm.credit.model=./none"], "algorithm.credit.model: there is no"),
-        (["algorithm.baseline=greedy", "algorithm.credit=turn"], "no single turn can be compared"),
+        (["algorithm.baseline=greedy", "algorithm.credit=turn"], "cannot be compared with single turns"),
         (["algorithm.baseline=batch_mean", "algorithm.normalization=batch"], "both centre the batch"),
         (["algorithm.baseline=none", "algorithm.dynamic_sampling=2"], "use a baseline of the group"),
         (["algorithm.anchor=old"], "takes the recomputed policy for the sampler"),

@@ -366,7 +366,7 @@ def test_settings_that_make_no_sense_are_refused_with_the_reason() -> None:
     nobody = "rollout.sub_agent={planner_tools=[], worker_tools=[]}"
     assert "so no agent can act" in refusal(nobody)
     assert "which is for its report" in refusal("rollout.sub_agent={max_turns=1, worker_tools=['look']}")
-    assert "one may be of a planner" in refusal("algorithm.credit=turn", "rollout.sub_agent={}")
+    assert "one can belong to a planner" in refusal("algorithm.credit=turn", "rollout.sub_agent={}")
     assert "String should match pattern" in refusal("rollout.sub_agent={name='two words'}")
 
 

@@ -124,7 +124,7 @@ def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> Non
 
 def test_what_a_request_asks_cannot_be_ignored(tmp_path: Path) -> None:
     config = write_program_config(tmp_path)
-    with pytest.raises(ConfigError, match="ignore lists 'tools', which is what a request asks"):
+    with pytest.raises(ConfigError, match="ignore lists 'tools', which defines a request"):
         load_config(config, ["environments.0.program.ignore=['temperature', 'tools']"])
 
 
