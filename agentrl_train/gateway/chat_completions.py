@@ -37,7 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "use_beam_search": (False,),
 }
-"""Parameters that would change the answer, and that no engine has: the values that change nothing."""
+"""Unsupported parameters that would change the answer, with the values that have no effect."""
 HARMLESS = frozenset(
     {
         "metadata",
@@ -56,7 +56,7 @@ HARMLESS = frozenset(
 )
 """Parameters that are not read: labels, hints to hosted models, and the seed, which the run draws."""
 SETTINGS = {"chat_template_kwargs": "model.template_kwargs", "stop_token_ids": "model.stop"}
-"""Settings of the run that have the effect of a parameter."""
+"""Settings of the run with the same effect as a parameter."""
 MOST_CHOICES = 128
 """Largest ``n``, as in OpenAI's API."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -65,7 +65,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class SamplingFields(BaseModel):
-    """What the requests of both APIs say of sampling; None leaves it to the run."""
+    """The sampling parameters of both APIs. None uses the setting of the run."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -73,7 +73,7 @@ class SamplingFields(BaseModel):
     min_p: float | None = None
 
     def stated(self) -> dict[str, float]:
-        """Return the parameters that the request states; ``top_k`` -1 is all tokens, as 0."""
+        """Return the parameters in the request. A ``top_k`` of -1 means all tokens, like 0."""
         values = {name: getattr(self, name) for name in SAMPLING}
         if values["top_k"] == -1:
             values["top_k"] = 0
@@ -98,7 +98,7 @@ class _ChatMessage(BaseModel):
         """Return the message with its content as text.
 
         Args:
-            legacy_id: id for a ``function_call``, and for its result of role "function". They have none.
+            legacy_id: id for a ``function_call`` and its result of role "function", which have no ids.
         """
         calls = [ToolCall(id=call.id, function=call.function) for call in self.tool_calls or ()]
         if self.function_call is not None:
@@ -113,7 +113,7 @@ class _ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """A function as clients describe it; null fields count as omitted."""
+    """A function as described by clients. Null fields count as omitted."""
 
     name: str
     description: str | None = None
@@ -138,7 +138,7 @@ class _StreamOptions(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    """The body of a request, as far as it is read."""
+    """The fields of a request that the server reads."""
 
     model: str = "policy"
     messages: list[_ChatMessage] = Field(min_length=1)
@@ -159,7 +159,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def constraint(self) -> Constraint:
-        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        """Return the required form of the answer. Raises ``InvalidRequest`` for an unknown form."""
         name, choice = "tool_choice", self.tool_choice
         if self.legacy:
             name, choice = "function_call", self.function_call
@@ -174,11 +174,11 @@ class ChatRequest(SamplingFields):
 
     @property
     def legacy(self) -> bool:
-        """True if the request has ``functions``. Their calls are answered as ``function_call``."""
+        """True if the request has ``functions``. The answer then has ``function_call``."""
         return bool(self.functions)
 
     def check(self) -> None:
-        """Raise ``InvalidRequest`` for tools of both shapes."""
+        """Raise ``InvalidRequest`` for a mixture of tools and functions."""
         other = ("tools", "tool_choice") if self.legacy else ("function_call",)
         for name in other:
             if getattr(self, name) not in (None, [], "auto", "none"):
@@ -196,17 +196,17 @@ class ChatRequest(SamplingFields):
 
     @property
     def conversation(self) -> list[Message]:
-        """Return the messages. Legacy calls get ids, which their results refer to."""
+        """Return the messages. Legacy calls get ids, so that their results can refer to them."""
         found, calls = [], 0
         for one in self.messages:
             calls += one.function_call is not None
-            # Mistral's templates need ids of nine letters and digits.
+            # Mistral's templates require ids of nine letters and digits.
             found.append(one.message(legacy_id=f"call{calls:05}"))
         return found
 
     @property
     def limit(self) -> int | None:
-        """Return the most tokens that the request allows."""
+        """Return the token limit of the request."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -222,12 +222,12 @@ class Fields:
 
     read: Collection[str]
     unread: Collection[str]
-    """Fields that change nothing about the answer."""
+    """Fields that do not affect the answer."""
     unsupported: Mapping[str, tuple[Any, ...]]
-    """Fields that would change the answer in a way that no engine has: the values that change nothing."""
+    """Unsupported fields that would change the answer, with the values that have no effect."""
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raise ``InvalidRequest`` for a field that would have no effect; null counts as omitted."""
+        """Raise ``InvalidRequest`` for a field that would be ignored. Null counts as omitted."""
         for name, value in body.items():
             if value is None or name in self.read or name in self.unread:
                 continue
@@ -250,12 +250,12 @@ FIELDS = Fields(read=ChatRequest.model_fields, unread=HARMLESS, unsupported=UNSU
 
 
 def validated(model: type[_Model], value: Any, *, within: str = "") -> _Model:
-    """Return a value of a request as a model. Raises ``InvalidRequest``, which names the place.
+    """Return a value of a request as a model. Raises ``InvalidRequest`` with the location of an error.
 
     Args:
         model: the model.
         value: the value.
-        within: where in the request it stands.
+        within: location of the value in the request.
     """
     try:
         return model.model_validate(value)
@@ -290,21 +290,21 @@ def _text_of_part(part: Any) -> str:
 
 
 def finish_reason(call: Call, *, cut: bool, legacy: bool = False) -> str:
-    """Return the reason for which an answer ended, in the words of the API."""
+    """Return why an answer ended, as the API spells it."""
     if call.message.tool_calls:
         return "function_call" if legacy else "tool_calls"
     return "length" if cut else "stop"
 
 
 def usage(calls: Sequence[Call]) -> dict[str, int]:
-    """Return the token counts of the calls of a request, which have one prompt."""
+    """Return the token counts of the calls of a request, which share one prompt."""
     prompt = len(calls[0].context)
     sampled = sum(len(call.completion.token_ids) for call in calls if call.completion)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _legacy_call(call: Call) -> dict[str, str]:
-    """Return the call of an answer in the legacy shape, which has room for the first one alone."""
+    """Return the first call of an answer in the legacy format, which has only one call."""
     assert call.message.tool_calls is not None
     return call.message.tool_calls[0].function.model_dump()
 
@@ -339,7 +339,7 @@ class ChatAnswer:
         message: dict[str, Any] = call.message.wire() | {"refusal": None}
         if self._request.legacy and message.pop("tool_calls", None):
             message["function_call"] = _legacy_call(call)
-        if not call.message.tool_calls:  # null is for calls alone, and programs read the text
+        if not call.message.tool_calls:  # null is only for answers with calls; programs read the text
             message["content"] = call.message.content or ""
         if call.thought is not None:
             message["reasoning_content"] = call.thought
@@ -380,7 +380,7 @@ class ChatAnswer:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     def _tokens(self, call: Call) -> dict[str, Any]:
-        """Return the requested details about the tokens of a choice."""
+        """Return the requested token details of a choice."""
         completion = call.completion
         assert completion is not None
         found: dict[str, Any] = {"logprobs": None}

@@ -29,10 +29,10 @@ class Constraints:
         self._grammars = Grammars(chat.tokenizer, stop_token_ids=chat.stop_token_ids)
 
     def grammar(self, constraint: Constraint, tools: Sequence[ToolSpec], *, context: Sequence[int]) -> str:
-        """Return the grammar of the answers behind a context; "" is any text.
+        """Return the grammar of the answers after a context. "" allows any text.
 
         Raises:
-            InvalidRequest: no grammar holds the constraint.
+            InvalidRequest: no grammar can express the constraint.
         """
         if not constraint:
             return ""
@@ -60,15 +60,15 @@ class Constraints:
 
 @lru_cache(4)
 def constraints_of(chat: ChatFormat) -> Constraints:
-    """Return the constraints of a chat format; reading the vocabulary of a tokenizer takes a second."""
+    """Return the cached constraints of a chat format. Reading a tokenizer's vocabulary takes a second."""
     return Constraints(chat)
 
 
 def unsupported(constraint: Constraint, reason: str) -> InvalidRequest:
-    """Return the error for a constraint that cannot be kept."""
+    """Return the error for an unsupported constraint."""
     name = constraint.choice_parameter if constraint.schema is None else constraint.schema_parameter
     return InvalidRequest(
-        f"{name} cannot be kept by constrained decoding: {reason}; simplify the schema, or {ignoring(name)}",
+        f"{name} cannot be decoded with constraints ({reason}): simplify the schema, or {ignoring(name)}",
         param=name,
     )
 
@@ -77,7 +77,7 @@ def chosen(value: Any, tools: Sequence[ToolSpec], *, param: str = "tool_choice")
     """Return a ``tool_choice`` of either of OpenAI's APIs as fields of ``Constraint``.
 
     Raises:
-        InvalidRequest: the choice does not exist, or names no tool of the request.
+        InvalidRequest: the choice does not exist, or names a tool that the request does not have.
     """
     names = [tool.function.name for tool in tools]
     kind = value.get("type") if isinstance(value, Mapping) else value
@@ -101,7 +101,7 @@ def chosen(value: Any, tools: Sequence[ToolSpec], *, param: str = "tool_choice")
 
 
 def known(name: Any, names: Collection[str], *, param: str) -> str:
-    """Return the name of a tool of the request. Raises ``InvalidRequest`` for any other."""
+    """Return the name if the request has this tool. Raises ``InvalidRequest`` otherwise."""
     if name not in names:
         raise InvalidRequest(f"{param} names the tool {name!r:.100}, which the request lacks", param=param)
     return str(name)

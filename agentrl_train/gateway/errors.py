@@ -1,10 +1,10 @@
 """Errors of the gateway's API, in the shape that OpenAI's clients read.
 
 GatewayError
-├── InvalidRequest     400    the request cannot be answered as it is
+├── InvalidRequest     400    the request is invalid or not supported
 │   └── ContextTooLong        the conversation leaves no room for a token
 ├── Unauthorized       401    the key is missing or wrong
-├── UnknownSession     404    there is no session of this key
+├── UnknownSession     404    no session has this key
 ├── SessionClosed      410    the episode is over
 └── EngineUnavailable  500    the engine failed; clients try again
 """
@@ -32,7 +32,7 @@ class GatewayError(Exception):
 
 
 class InvalidRequest(GatewayError):
-    """The request cannot be answered as it is."""
+    """The request is invalid or not supported."""
 
     status = 400
     kind = "invalid_request_error"
@@ -75,5 +75,5 @@ class EngineUnavailable(GatewayError):
 
 
 def ignoring(name: str) -> str:
-    """Return how a parameter is ignored, as a part of an error message."""
+    """Return how to ignore a parameter, as a part of an error message."""
     return f"ignore it with environments.program.ignore = [{name!r}] or agentrl-train gateway --ignore {name}"

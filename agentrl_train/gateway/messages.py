@@ -17,17 +17,17 @@ from agentrl_train.gateway.recorder import Call
 from agentrl_train.tool_calls.grammars import Constraint
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-"""Parameters that would change the answer, and that no engine has: the values that change nothing."""
+"""Unsupported parameters that would change the answer, with the values that have no effect."""
 HARMLESS = frozenset({"betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed"})
 """Parameters that are not read: labels, and hints to hosted models."""
 THOUGHTS = ("thinking", "redacted_thinking")
 """Types of the blocks of earlier thoughts, which the policy does not read."""
 CLEARED_THOUGHTS = "clear_thinking"
-"""Beginning of the type of an edit of the context that leaves out earlier thoughts."""
+"""Start of the type of a context edit that omits earlier thoughts."""
 UNREADABLE = "INVALID_JSON"
-"""Key under which arguments that are not a JSON object are sent to the client, and read back."""
+"""Key that wraps arguments that are not a JSON object, when they are sent to the client and read back."""
 KINDS = {401: "authentication_error", 404: "not_found_error"}
-"""Status of a response -> type of its error; any other below 500 is an invalid request."""
+"""Status of a response -> type of its error. Any other status below 500 is an invalid request."""
 
 
 class _Message(BaseModel):
@@ -58,14 +58,14 @@ class _ToolUse(BaseModel):
     input: dict[str, Any] = Field(default_factory=dict)
 
     def call(self) -> ToolCall:
-        """Return the call, with the arguments as the policy wrote them if they were no object."""
+        """Return the call. Arguments that were not an object are returned as the policy wrote them."""
         unreadable = self.input.get(UNREADABLE) if len(self.input) == 1 else None
         arguments = unreadable if isinstance(unreadable, str) else json.dumps(self.input, ensure_ascii=False)
         return ToolCall(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
 
 
 class MessagesRequest(SamplingFields):
-    """The body of a request, as far as it is read."""
+    """The fields of a request that the server reads."""
 
     model: str = "policy"
     messages: list[_Message] = Field(min_length=1)
@@ -80,10 +80,10 @@ class MessagesRequest(SamplingFields):
     stream: bool | None = None
 
     def check(self) -> None:
-        """Raise ``InvalidRequest`` for a value that would not have its effect."""
+        """Raise ``InvalidRequest`` for a value that would be ignored."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequest(
-                "the last message is the assistant's, and a begun answer cannot be continued: end with a "
+                "the last message is the assistant's, and a started answer cannot be continued: end with a "
                 "user message",
                 param="messages",
             )
@@ -97,7 +97,7 @@ class MessagesRequest(SamplingFields):
 
     @property
     def constraint(self) -> Constraint:
-        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        """Return the required form of the answer. Raises ``InvalidRequest`` for an unknown form."""
         choice = self.tool_choice or _Choice(type="auto")
         words: Any = {"any": "required", "tool": {"type": "function", "name": choice.name}}
         return Constraint(
@@ -109,7 +109,7 @@ class MessagesRequest(SamplingFields):
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """Return the tools. Raises ``InvalidRequest`` for one without a schema of its own."""
+        """Return the tools. Raises ``InvalidRequest`` for a tool without its own schema."""
         return [_spec(tool) for tool in self.tools or ()]
 
     @property
@@ -142,7 +142,7 @@ def _spec(tool: _Tool) -> ToolSpec:
 
 
 def _chat_messages(message: _Message, where: str) -> Iterator[Message]:
-    """Yield a message as chat messages: results of tools are messages of their own, in front of the text."""
+    """Yield a message as chat messages. Results of tools are separate messages before the text."""
     if isinstance(message.content, str):
         yield Message(role=message.role, content=message.content)
         return
@@ -265,7 +265,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _parts(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and the deltas that complete it."""
+    """Return the initial state of a block, and the deltas that complete it."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]

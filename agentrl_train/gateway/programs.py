@@ -1,7 +1,7 @@
 """Agent programs: commands or functions that play episodes through the gateway.
 
-A program gets a ``base_url`` and a sample, calls the model as it likes, and gives a reward. A crash and a
-missing reward are failures of the episode, which has no reward then. The time limit and a full context are
+A program gets a ``base_url`` and a sample, calls the model as often as it needs, and returns a reward. A
+crash or a missing reward fails the episode, which then has no reward. The time limit and a full context are
 truncations, as in the episodes that the run plays itself: the episode keeps its turns and the reward posted
 so far. It is never replayed, because replays would favour short episodes.
 """
@@ -34,11 +34,11 @@ from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajecto
 logger = logging.getLogger(__name__)
 
 KILL_S = 2.0
-"""Seconds between the signals TERM and KILL for a program whose time is over."""
+"""Seconds between the signals TERM and KILL for a program that exceeded its time limit."""
 MAX_OUTPUT = 65_536
-"""Bytes of a program's output that are read, the last ones."""
+"""Number of bytes to read from the end of a program's output."""
 LAST_LINES = 5
-"""Lines of a program's errors in messages."""
+"""Number of lines of a program's errors in messages."""
 
 Function = Callable[[str, TaskSample], Any]
 
@@ -48,12 +48,12 @@ class AgentProgram:
 
     Args:
         run: command line of the program, or a function of ``base_url`` and sample, which may be asynchronous.
-        gateway: where the program finds the model.
-        samples: data of the samples of each split; without it the samples are those of a server.
+        gateway: serves the model to the program.
+        samples: data of the samples of each split. Without it the samples come from a server.
         url: address of the server of the task.
         token: its token.
         folder: working directory of a command.
-        stated: the sampling parameters that requests may state; None permits any, without effect.
+        stated: values that sampling parameters in requests must have; None allows any, without effect.
         ignored: parameters of requests that are not read.
     """
 
@@ -99,18 +99,18 @@ class AgentProgram:
         ), cause
 
     async def _play(self, session: Session, sample: TaskSample, *, limit_s: float) -> EpisodeEnd:
-        """Run the program until it ends or its time is over; return how the episode ended."""
+        """Run the program until it ends or reaches its time limit. Return how the episode ended."""
         running = asyncio.create_task(self._run_once(session, sample))
         try:
             await asyncio.wait((running,), timeout=limit_s)
             if late := not running.done():
-                await session.finish()  # the turn in progress ends, however long it is
+                await session.finish()  # let the turn in progress end, however long it takes
         finally:
             running.cancel()
             await asyncio.wait((running,))
         given = None
         if late:
-            running.cancelled() or running.exception()  # a program that ends now has missed its time
+            running.cancelled() or running.exception()  # a program that ends now has exceeded its time
             if session.failure is not None:
                 raise ProgramFailed(f"the engine gave no answer within {limit_s:g} s")
         else:
@@ -161,7 +161,7 @@ class AgentProgram:
         with tempfile.TemporaryDirectory() as folder:
             sample_file, output, errors = (Path(folder, name) for name in ("sample.json", "out", "err"))
             sample_file.write_text(sample.model_dump_json(), encoding="utf-8")
-            # Files, because pipes stay open as long as a process that the program has left behind.
+            # Use files, because pipes stay open while processes that the program left behind are running.
             with output.open("wb") as out, errors.open("wb") as err:
                 environment = self._environment(base_url, key, sample_file)
                 process = await self._start(command, environment, out, err)
@@ -238,11 +238,11 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(base_url, sample)
         given = await asyncio.to_thread(function, base_url, sample)
-        return await given if inspect.isawaitable(given) else given  # of an object that can be called
+        return await given if inspect.isawaitable(given) else given  # the object can have an async __call__
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the run cancels the episode; else the program let a cancellation of its own out
+            raise  # the run cancelled the episode; otherwise the program leaked its own cancellation
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ProgramFailed(
             f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
@@ -252,13 +252,13 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
 def _reason_without_answer(session: Session, *, limit_s: float | None) -> str:
     """Return why an episode has no turn; ``limit_s`` is the time limit if that ended the program."""
     if session.context_full:
-        return "the program got no answer of the model: its messages do not fit engine.max_context"
+        return "the program got no answer from the model: its messages do not fit engine.max_context"
     if limit_s is not None:
         return (
-            f"the program got no answer of the model within {limit_s:g} s: call the model earlier, or raise "
+            f"the program got no answer from the model within {limit_s:g} s: call the model earlier, or raise "
             "rollout.episode_timeout_s"
         )
-    return "the program ended without an answer of the model: let its client use the base_url that it gets"
+    return "the program ended without an answer from the model: let its client use the base_url that it gets"
 
 
 def _reward(value: Any) -> Reward:
@@ -269,8 +269,8 @@ def _reward(value: Any) -> Reward:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ProgramFailed(
-            f"the program gave {value!r:.200}, which is no reward ({reason}): give a finite number, or an "
-            "object with 'reward' and, if you like, 'metrics'"
+            f"the program gave {value!r:.200}, which is not a reward ({reason}): give a finite number, or an "
+            "object with 'reward' and optionally 'metrics'"
         ) from error
 
 

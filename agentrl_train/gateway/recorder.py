@@ -1,20 +1,20 @@
 """Records the calls of an agent program as the segments of one rollout. Pure: no clocks, no tasks.
 
-A chat API is stateless: each call carries the whole conversation as messages. The recorder finds the recorded
-conversation that a call continues, and appends to its tokens; what was sampled is never rendered or tokenized
-again. A call, by its messages:
+A chat API is stateless: each call contains the whole conversation as messages. The recorder finds the
+recorded conversation that a call continues, and appends to its tokens. Sampled tokens are never rendered or
+tokenized again. Depending on its messages, a call
 
 - *continues* a conversation whose messages it repeats up to an answer: its prompt is the recorded tokens and
   ``ChatFormat.reply`` of the messages after that answer.
-- *forks* one that has gone on since, or is waiting for an answer: the same tokens, in a new segment.
+- *forks* a conversation that has continued since, or waits for an answer: the same tokens in a new segment.
 - *rewrites* a history: it shares the first message, or an answer, and no recorded prefix up to an answer.
   The messages are rendered as the opening of a new segment.
 - *opens* the conversation of a sub-agent: it shares neither.
 - *repeats* a call whose answer the program never received, for example after a timeout: the same answer.
 
-Messages are equal by their role and text, less the blanks around it. An assistant message is equal by its
-text without thoughts, whatever its blanks, and by the names of its calls and the values of their arguments;
-ids of calls are not compared. "developer" is another name of "system".
+Messages are equal if they have the same role and the same text without surrounding blanks. Assistant messages
+are equal if they have the same text, ignoring thoughts and all blanks, and calls with the same names and
+argument values. Ids of calls are not compared. "developer" is another name for "system".
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.types import Completion, Segment, Turn
 
 Key = tuple[Hashable, ...]
-"""What makes two messages equal."""
+"""Key of a message. Two messages are equal if their keys are."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """One call of the model, a turn once it is answered."""
+    """One call of the model, which becomes a turn when it is answered."""
 
     number: int
     """Number of the call in its session, from 1."""
@@ -44,13 +44,13 @@ class Call:
     """Part of the ids that clients see."""
     conversation: Conversation
     new: Sequence[Message]
-    """Messages since the answer before, or the opening."""
+    """Messages since the previous answer, or the opening."""
     prompt_ids: Sequence[int]
-    """Tokens that the turn adds in front of its completion."""
+    """Tokens that the turn adds before its completion."""
     context: Sequence[int]
     """The whole prompt."""
     request: Hashable
-    """Equal for two calls that ask for the same."""
+    """Identity of the request. Equal for two calls with the same request."""
     completion: Completion | None = None
     message: Message = field(default_factory=Message.assistant)
     thought: str | None = None
@@ -131,14 +131,14 @@ class Recorder:
         agent: str | None = None,
         elapsed: float = 0.0,
     ) -> tuple[Call, bool]:
-        """Return the call for a request, and whether it repeats an earlier one, whose answer it gets.
+        """Return the call for a request, and True if it repeats an earlier call and gets its answer.
 
         Args:
             messages: the whole conversation; content is text.
             tools: the tools of the request.
-            options: what else distinguishes two requests.
-            retried: whether the client says that it repeats a request.
-            agent: name of the agent that calls.
+            options: other values that distinguish two requests.
+            retried: True if the client reports that it repeats a request.
+            agent: name of the calling agent.
             elapsed: seconds since the start of the rollout.
 
         Raises:
@@ -183,7 +183,7 @@ class Recorder:
         return call, False
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
-        """Return the number of tokens in front of the answer to these messages.
+        """Return the number of tokens before the answer to these messages.
 
         Raises:
             Exception: the template refuses the messages, mostly with one of ``chat.REFUSALS``.
@@ -196,12 +196,12 @@ class Recorder:
     def finish(
         self, call: Call, completion: Completion, *, stop: Sequence[str] = (), elapsed: float = 0.0
     ) -> None:
-        """Record the completion of a call; it is cut after the first of the texts in ``stop``.
+        """Record the completion of a call, cut before the first of the texts in ``stop``.
 
         ``elapsed`` is in seconds since the start of the rollout.
         """
         if call not in call.conversation.calls:
-            return  # it was lost, and the conversation went on without it
+            return  # the call was lost, and the conversation continued without it
         call.sampled = elapsed
         call.cut = completion.finish_reason == "length"
         completion, text = self._cut(completion, stop)
@@ -223,7 +223,7 @@ class Recorder:
         self._answered.append(call)
 
     def fail(self, call: Call) -> None:
-        """Forget a call that has no answer."""
+        """Remove a call that has no answer."""
         conversation = call.conversation
         if call in conversation.calls:
             conversation.calls.remove(call)
@@ -278,7 +278,7 @@ class Recorder:
         if number == 0:
             return Segment(parent=None, after_turn=None, reason="root", agent=one.agent)
         parent = one.parent if one.parent is not None and one.parent in kept else kept[0]
-        # Conversations may begin side by side: then the first turn of the parent stands for its opening.
+        # Conversations can start concurrently. Then the first turn of the parent stands for its opening.
         after = one.after if one.after and one.after in parent.settled else parent.settled[0]
         return Segment(
             parent=kept.index(parent),
@@ -357,7 +357,7 @@ class Recorder:
     def _cut(self, completion: Completion, stop: Sequence[str]) -> tuple[Completion, str | None]:
         """Return the tokens up to a stop text and the text before it, or None if there is no stop text.
 
-        Fewer tokens are the completion of an engine that stops there: its log-probabilities are the same.
+        The shorter completion is equal to one of an engine that stops there, with the same log-probabilities.
         """
         ids = list(completion.token_ids)
         if not any(text in self._chat.text(ids) for text in stop):
@@ -390,7 +390,7 @@ class Recorder:
 
 
 def _value(arguments: str) -> str:
-    """Return the text of arguments, the same for equal values."""
+    """Return the canonical text of arguments, which is the same for equal values."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Parameters that would change the answer, and that no engine has: the values that change nothing."""
+"""Unsupported parameters that would change the answer, with the values that have no effect."""
 HARMLESS = chat_completions.HARMLESS | {
     *("client_metadata", "include", "max_tool_calls", "reasoning", "stream_options")
 }
@@ -35,7 +35,7 @@ class _Text(BaseModel):
 
 
 class ResponseRequest(SamplingFields):
-    """The body of a request, as far as it is read."""
+    """The fields of a request that the server reads."""
 
     model: str = "policy"
     input: str | list[dict[str, Any]]
@@ -50,7 +50,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def constraint(self) -> Constraint:
-        """Return the form that the request demands. Raises ``InvalidRequest`` for one that does not exist."""
+        """Return the required form of the answer. Raises ``InvalidRequest`` for an unknown form."""
         return Constraint(
             **chosen(self.tool_choice, self.specs),
             schema=schema_of(self.text.format if self.text else None, param="text"),
@@ -65,12 +65,12 @@ class ResponseRequest(SamplingFields):
 
     @property
     def namespaces(self) -> dict[str, tuple[str, str]]:
-        """Return the functions of namespaces: their names for the policy -> namespace, name in it."""
+        """Return the functions of namespaces: name for the policy -> namespace and name in it."""
         return {tool.name: origin for tool, origin in self._functions if origin}
 
     @cached_property
     def _functions(self) -> list[tuple[Function, tuple[str, str] | None]]:
-        """Each function with its origin, a namespace and its name there, or None without a namespace."""
+        """Return each function with its namespace and its name there, or None without a namespace."""
         found: list[tuple[Function, tuple[str, str] | None]] = []
         for number, given in enumerate(self.tools or ()):
             found += _functions(given, within=f"tools.{number}")
@@ -113,7 +113,7 @@ class _Namespace(BaseModel):
 
 
 def _joined(namespace: str, name: str) -> str:
-    """Return the name that a function of a namespace has for the policy, which knows functions only."""
+    """Return the name of a namespace's function for the policy, which sees only plain functions."""
     return f"{namespace}__{name}"
 
 
@@ -145,7 +145,7 @@ def _no_function(tool: dict[str, Any]) -> InvalidRequest:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return input items as chat messages: the text and the calls of one answer are one message."""
+    """Return input items as chat messages. The text and the calls of an answer are one message."""
     found: list[Message] = []
     open_turn = False
     for number, item in enumerate(items):

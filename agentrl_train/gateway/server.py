@@ -1,8 +1,8 @@
 """The server of the APIs of OpenAI and Anthropic: sessions of agent programs, in front of one engine.
 
 A session is one rollout. Its key is in the path, ``/s/KEY/v1``, which is a ``base_url`` for every client, or
-is the API key of ``/v1``; calls without a key share a session where any key opens one. The server runs on
-the event loop of its owner.
+it is the API key of ``/v1``. If any key can open a session, calls without a key share a session. The server
+runs on the event loop of its owner.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ logger = logging.getLogger(__name__)
 MAX_REWARD = 1e12
 """Largest magnitude of a reward or metric."""
 RETRY_HEADER = "x-stainless-retry-count"
-"""Number of the retry, in every request of OpenAI's clients."""
+"""Header with the number of the retry, in every request of OpenAI's clients."""
 NOTICE_S = 0.1
-"""Time to notice a closed connection, if a client gives up and repeats the request immediately."""
+"""Time to detect a closed connection if a client gives up and repeats the request immediately."""
 AGENT_HEADER = "x-agentrl-agent"
-"""Name of the calling agent, if a program has several."""
+"""Header with the name of the calling agent, if a program has several."""
 SHARED = "default"
-"""Key of the session of the calls that have none. It opens again after its end."""
+"""Key of the session for calls without a key. It opens again after its end."""
 _BEARER = re.compile(r"^bearer ", re.IGNORECASE)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -97,7 +97,7 @@ class Session:
         key: its key.
         chat: chat format of the policy.
         sampler: samples the answers.
-        stated: the sampling parameters that requests may state; None permits any, and none has an effect.
+        stated: values that sampling parameters in requests must have; None allows any, without effect.
         ignored: parameters of requests that are not read.
     """
 
@@ -118,7 +118,7 @@ class Session:
         """True if a reward was posted."""
         self.metrics: dict[str, float] = {}
         self.failure: EngineError | None = None
-        """The last error of the engine, None once it has answered again."""
+        """The last error of the engine, or None after it has answered again."""
         self.context_full = False
         """True if the context limit ended the last conversation: its answer was cut or its call rejected."""
         self.started = time.time()
@@ -163,10 +163,10 @@ class Session:
             )
         for other, task in self._answers.items():
             if other not in other.conversation.calls:
-                task.cancel()  # the conversation went on without its answer
+                task.cancel()  # the conversation continued without its answer
         if call not in self._answers:
             task = asyncio.create_task(self._sample(call, limit=limit, stop=stop, constraint=constraint))
-            # Nobody reads the error of a call that is lost.
+            # The error of a lost call is not read by any client.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._answers[call] = task
         self._bodies.append(body)
@@ -193,7 +193,7 @@ class Session:
         self.metrics |= given.metrics
 
     def check_sampling(self, request: SamplingFields) -> None:
-        """Raise ``InvalidRequest`` if a request states other sampling parameters than the run's."""
+        """Raise ``InvalidRequest`` if a request sets other sampling parameters than the run's."""
         if self._stated is None:
             return
         for name, value in request.stated().items():
@@ -217,12 +217,12 @@ class Session:
         self._conversations[response_id] = messages
 
     async def finish(self) -> None:
-        """Refuse further calls, and return once those in progress are answered."""
+        """Reject further calls, and return once the calls in progress are answered."""
         self.closed = True
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     async def close(self) -> None:
-        """Answer no more calls; idempotent."""
+        """Stop answering calls. Idempotent."""
         self.closed = True
         tasks = list(self._answers.values())
         for task in tasks:
@@ -249,7 +249,7 @@ class Session:
                     "shorten the messages, or raise engine.max_context",
                     param="messages",
                 )
-            async with self._compiling:  # in the order of the calls, in which the sampler draws their seeds
+            async with self._compiling:  # one after another, because the sampler draws seeds in this order
                 grammar = await self._grammar(call, constraint) if constraint else ""
             try:
                 completion = await self._sampler.complete(
@@ -274,12 +274,12 @@ class Session:
             raise
 
     async def _grammar(self, call: Call, constraint: Constraint) -> str:
-        """Return the grammar of an answer, made on a thread: the first one reads the whole vocabulary."""
+        """Return the grammar of an answer. Runs on a thread, because the first one reads the vocabulary."""
         compiler, tools = constraints_of(self.chat), call.conversation.tools
         return await asyncio.to_thread(compiler.grammar, constraint, tools, context=call.context)
 
     async def _until_answered(self, call: Call, request: Request) -> None:
-        """Return once a call is answered; it is lost if nobody waits for the answer any longer."""
+        """Return once a call is answered. It is lost if the client no longer waits for the answer."""
         task = self._answers[call]
         self._waiting[call] = self._waiting.get(call, 0) + 1
         gone = asyncio.create_task(until_disconnected(request))
@@ -310,16 +310,15 @@ def _refusals() -> Iterator[None]:
 
 
 class Gateway:
-    """The server. An asynchronous context: it answers within, and has stopped after it.
+    """The server, an asynchronous context manager. It serves inside the context.
 
     Args:
         host: address to bind.
         port: port to bind; 0 picks a free one.
-        model: name of the model that it lists.
-        unknown: opens a session for a key that none was opened for, and lets clients end sessions; None
-            answers 404.
-        ended: called with every session that was closed.
-        token: API key that all requests need; None needs none beside the session's key.
+        model: name of the model in its list.
+        unknown: opens a session for an unknown key, and allows clients to end sessions. None answers 404.
+        ended: called with every closed session.
+        token: API key that all requests need; None requires only the session's key.
     """
 
     def __init__(
@@ -343,7 +342,7 @@ class Gateway:
         self.url = ""
 
     async def __aenter__(self) -> Gateway:
-        """Start to answer. Raises ``ConfigError`` if the address cannot be bound."""
+        """Start to serve. Raises ``ConfigError`` if the address cannot be bound."""
         host, port = self._ports
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -374,13 +373,13 @@ class Gateway:
         await self._server.stop()
 
     def open(self, *, key: str | None = None, **options: Any) -> Session:
-        """Open a session with the arguments of ``Session``; without a key, a random one is drawn."""
+        """Open a session with the arguments of ``Session``. Without a key, draw a random key."""
         session = Session(key or token_urlsafe(16), **options)
         self.sessions[session.key] = session
         return session
 
     async def close(self, session: Session) -> None:
-        """Close a session; later calls of it are answered with 410. Idempotent."""
+        """Close a session. Later calls are answered with 410. Idempotent."""
         if self.sessions.pop(session.key, None) is None:
             return
         if session.key != SHARED:
@@ -403,7 +402,7 @@ class Gateway:
             "/end": ("POST", self._end),
         }
         routes = []
-        # Anthropic's clients append /v1, also to a base_url that has it.
+        # Anthropic's clients append /v1 even to a base_url that already has it.
         for prefix in ("/s/{key}/v1", "/v1", "/s/{key}/v1/v1", "/v1/v1"):
             for path, (method, answer) in calls.items():
                 routes.append(Route(prefix + path, self._within_session(answer), methods=[method]))
@@ -507,7 +506,7 @@ class Gateway:
 
     async def _end(self, request: Request, session: Session) -> Response:
         if self._unknown is None:
-            raise InvalidRequest("the run ends a session once its program has ended: leave this call out")
+            raise InvalidRequest("the run ends a session once its program has ended: remove this call")
         await self.close(session)
         return JSONResponse({"ok": True})
 
@@ -547,7 +546,7 @@ async def _parsed(
 
 
 def _read(content: bytes) -> Any:
-    """Return the value of JSON, without halves of surrogate pairs, which no file of a rollout can hold."""
+    """Return the value of JSON without lone surrogates, which a file of a rollout cannot contain."""
     value = json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
     if _SURROGATE.search(content) is None:
         return value
@@ -556,7 +555,7 @@ def _read(content: bytes) -> Any:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number that can be answered")
+        raise ValueError(f"{text} is not a number that JSON can represent")
     return number
 
 

@@ -17,12 +17,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """GPUs as named in ``CUDA_VISIBLE_DEVICES``; empty if the run uses the CPU."""
+    """GPUs as named in ``CUDA_VISIBLE_DEVICES``. Empty if the run uses the CPU."""
 
     learner: tuple[str, ...] = ()
-    """One per learner process on this node."""
+    """GPUs of the learner, one per process on this node."""
     engine: tuple[str, ...] = ()
-    """Those of all replicas, in order."""
+    """GPUs of the engine, for all replicas in order."""
 
     @property
     def rank_0(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class Devices:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, without initializing CUDA."""
+    """Return the names of the GPUs that this process can use, without initializing CUDA."""
     count = torch.cuda.device_count()
     visible = os.environ.get(VISIBLE)
     names = tuple(name.strip() for name in visible.split(",")) if visible else tuple(map(str, range(count)))
@@ -76,7 +76,7 @@ def assign(processes: Processes, *, gpus: Sequence[str], ranks: int, with_engine
         processes: the processes of the run.
         gpus: GPUs of this node, as named in ``CUDA_VISIBLE_DEVICES``.
         ranks: number of learner processes on this node.
-        with_engine: whether the engine runs on this node.
+        with_engine: True if the engine runs on this node.
 
     Raises:
         ConfigError: the placement does not fit the machine or the number of processes.
@@ -99,7 +99,7 @@ def assign(processes: Processes, *, gpus: Sequence[str], ranks: int, with_engine
         raise ConfigError(
             f"the engine needs {_gpus(needed)}, but the placement gives it {len(engine)}: change "
             "placement.engine, engine.vllm.replicas or engine.vllm.args.tensor_parallel_size"
-            + ", or set eval.concurrent = false, which has replicas of its own"
+            + ", or set eval.concurrent = false, because concurrent evaluation has its own replicas"
             * evaluating
         )
     if max(*learner, *engine) >= len(gpus):

@@ -36,7 +36,7 @@ Given = EnvClient | type
 """A client of a server that runs already, or an ``Environment`` to serve in this process."""
 MAX_SAMPLES = 2**62
 LEASE_S = 900.0
-"""Seconds that a session of a started server may be idle between two completions."""
+"""Seconds that a session of a started server can be idle between two completions."""
 POLL_INTERVAL_S = 0.5
 """Interval of liveness checks of a child server."""
 
@@ -48,11 +48,11 @@ class Served:
     clients: Mapping[str, EnvClient]
     """Task -> client of its server."""
     sources: Sequence[TaskSource]
-    """Training splits, the easiest where a task has several."""
+    """Training splits. The easiest split if a task has several."""
     held_out: Mapping[str, TaskSource]
     """Task -> its evaluation split."""
     harder: Mapping[str, Sequence[TaskSource]] = field(default_factory=dict)
-    """Task -> its further training splits, from easy to hard."""
+    """Task -> its harder training splits, from easy to hard."""
     programs: Mapping[str, AgentProgram] = field(default_factory=dict)
     """Task -> the program that plays it."""
 
@@ -69,15 +69,12 @@ async def environments(
     stated: Sampling | None = None,
     given: Mapping[str, Given] = MappingProxyType({}),
 ) -> AsyncIterator[Served]:
-    """Start or connect to every environment server of a run; stop started ones on exit.
+    """Start or connect to every environment server of a run, and stop the started servers on exit.
 
-    A target of ``serve`` that ``given`` has is served in this process, or reached by that client.
-
-    Agent programs get a gateway, and state the sampling parameters ``stated`` in their requests, or none.
-
-    ``timeout_s`` is the deadline of one call, ``idle_s`` of one completion: the
-    sessions of started servers live at least that long. ``levels`` are the training splits, from easy to
-    hard, of the tasks that have several.
+    If ``given`` has a target of ``serve``, it is served in this process or reached with the given client.
+    Agent programs get a gateway. Their requests can only have the sampling parameters ``stated``, or none.
+    ``timeout_s`` is the deadline of one call, and ``idle_s`` of one completion. Sessions of started servers
+    live at least that long. ``levels`` are the training splits, from easy to hard, of tasks with several.
 
     Raises:
         EnvironmentUnavailable: a server cannot be started or does not answer.
@@ -157,7 +154,7 @@ def _check_program(program: Program) -> None:
 
 
 def _launched(program: Program, task: TaskInfo, *, url: str, timeout_s: float) -> list[str] | None:
-    """Return the command line of a launcher for a task, None for another program."""
+    """Return the command line of a launcher for a task, or None for another program."""
     launcher = find_launcher(program.run)
     if launcher is None:
         return None
@@ -175,7 +172,7 @@ def _run_of(program: Program) -> Any:
     try:
         return shlex.split(program.run)
     except ValueError as error:
-        raise ConfigError(f"environments.program = {program.run!r} is no command: {error}") from error
+        raise ConfigError(f"environments.program = {program.run!r} is not a command: {error}") from error
 
 
 def _program(section: EnvironmentSection, gateway: Gateway, **options: Any) -> AgentProgram:
@@ -219,7 +216,7 @@ async def _client(
 
 
 async def _given(source: Given, stack: AsyncExitStack, *, options: Mapping[str, Any]) -> EnvClient:
-    """Return a client of a given environment. Clients of others stay open, except for their connections."""
+    """Return a client of a given environment. Clients of the caller stay open, without their connections."""
     if isinstance(source, EnvClient):
         if isinstance(source.backend, HttpBackend):
             stack.push_async_callback(source.aclose)  # connections of this event loop
@@ -234,7 +231,7 @@ async def _given(source: Given, stack: AsyncExitStack, *, options: Mapping[str, 
 
 def _token(section: EnvironmentSection) -> str:
     """Return the token of a server."""
-    # Not the client's default, AGENTRL_TOKEN: every server of a run would learn the token of another.
+    # Do not use the client's default, AGENTRL_TOKEN, because servers of a run would see each other's token.
     token = os.environ.get(section.token_env, "") if section.token_env else ""
     if section.token_env and not token:
         raise ConfigError(f"environments.token_env is {section.token_env}, which is not set: export it")
@@ -264,7 +261,7 @@ async def supervised_server(make: Callable[..., ServerProcess]) -> AsyncIterator
 
 
 async def _supervise(current: list[ServerProcess], make: Callable[[], ServerProcess]) -> None:
-    """Replace the server in ``current`` whenever it dies; its sessions are lost and retried."""
+    """Replace the server in ``current`` whenever it dies. Its sessions are lost and retried."""
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
         if current[0].running:

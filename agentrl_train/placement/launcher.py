@@ -28,7 +28,7 @@ EXIT_TIMEOUT_S = 10.0
 
 
 class Launcher(Protocol):
-    """Seam: starts the processes of a run. The calling process is rank 0 of the learner and runs the loop."""
+    """Interface: starts the processes of a run. The calling process is rank 0 and runs the loop."""
 
     @property
     def devices(self) -> Devices:
@@ -37,7 +37,7 @@ class Launcher(Protocol):
 
     @property
     def separate_engines(self) -> bool:
-        """Return whether the torch engine runs in separate processes as well."""
+        """Return True if the torch engine also runs in separate processes."""
         ...
 
     @property
@@ -67,10 +67,10 @@ class Follower:
     """The work of a rank other than 0, in the two forms that launchers need."""
 
     command: Sequence[str]
-    """Command line; the path of a file with ``config`` is appended."""
+    """Command line, to which the path of a file with ``config`` is appended."""
     config: str
     run: Callable[[], None]
-    """The same as a function that can be sent to another process."""
+    """The same work as a function that can be sent to another process."""
 
 
 @contextmanager
@@ -131,7 +131,7 @@ class Local:
         """Wait until a rank exits.
 
         Raises:
-            RanksLost: a rank exited; names it and its exit status.
+            RanksLost: a rank exited. The message has its number and exit status.
         """
         while True:
             for number, process in enumerate(self._others, start=1):
@@ -190,7 +190,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 class Torchrun:
-    """Starts engines on the node of rank 0; torchrun starts the ranks. Implements ``Launcher``."""
+    """Starts engines on the node of rank 0. torchrun starts the ranks. Implements ``Launcher``."""
 
     separate_engines = False
     spawn: Spawn = EngineProcess
@@ -254,7 +254,7 @@ def make_launcher(processes: Processes, follower: Follower) -> Iterator[Launcher
 
 
 def follower_devices(processes: Processes) -> AbstractContextManager[None]:
-    """Restrict a rank other than 0 to its GPU; only torchrun leaves this to the process itself.
+    """Restrict a rank other than 0 to its GPU. Only torchrun leaves this to the process itself.
 
     Raises:
         ConfigError: the placement does not fit this node.

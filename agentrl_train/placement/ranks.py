@@ -1,7 +1,7 @@
 """Distributed learner: rank 0 runs the loop, the other ranks execute its commands.
 
 ``placement`` or torchrun starts the processes, on one node or many. Rank 0 owns rollouts, window, journal and
-metrics; its ``LeadLearner`` is a ``Learner`` that broadcasts every call to the others first::
+metrics. Its ``LeadLearner`` is a ``Learner`` that first broadcasts every call to the others::
 
     rank 0    LeadLearner.step(batches)          -> ("step", batches) ->   own step
     rank 1    execute_commands(learner, ranks)   <- ("step", batches) <-   learner.step(batches)
@@ -45,7 +45,7 @@ CHECKPOINT_TIMEOUT_S = 3600.0
 """Timeout of collectives while a checkpoint is written."""
 RENDEZVOUS_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
-"""Timeout for a call in progress on close, after which the other ranks are not stopped."""
+"""On close, wait this long for a call in progress. After that the other ranks are not stopped."""
 HEARTBEAT, STOP, SNAPSHOT, WRITE, RELEASE = "heartbeat", "stop", "snapshot", "write", "release"
 FORWARDED = ("step", "logprobs", "gather", "load")
 """Methods of ``Learner`` that the other ranks execute by name."""
@@ -103,7 +103,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes | memoryview) -> Any:
-    """Decode what ``encode`` encoded; tuples become lists."""
+    """Decode the result of ``encode``. Tuples become lists."""
     (length,) = HEADER.unpack_from(message)
     stream = BytesIO(message)
     stream.seek(HEADER.size)
@@ -187,7 +187,7 @@ def process_group(*, device: str, sequence_parallel: int, timeout_s: float) -> I
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
-    """Initialize the process group once every rank is present: imports may take longer than ``timeout``."""
+    """Initialize the process group once all ranks are present. Imports can take longer than ``timeout``."""
     longest = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     store, own, count = next(rendezvous("env://", timeout=longest))
     store.set(f"present/{own}", "")
@@ -223,7 +223,7 @@ class LeadLearner(Learner):
             return super().gather(names)
 
     def snapshot(self) -> Snapshot:
-        """Copy on all ranks; writing the snapshot makes all of them write."""
+        """Copy on all ranks. Writing the snapshot makes all of them write."""
         with self._on_all_ranks(SNAPSHOT):
             return replace(super().snapshot(), announce=partial(self._broadcast, WRITE))
 

@@ -6,7 +6,7 @@
     bundle 1   rank 1 ...
     bundle n   an engine ... (colocated engines share the bundles of the ranks)
 
-Ray reports actors that die. ``ReplicaSupervisor`` restarts a lost engine; a lost rank ends the run.
+Ray reports actors that die. ``ReplicaSupervisor`` restarts a lost engine. A lost rank ends the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Bundle = dict[str, float]
 
 @ray.remote(num_cpus=1, max_restarts=0)
 class RankHost:
-    """The actor of one learner rank; that of rank 0 only reserves the resources."""
+    """The actor of one learner rank. The actor of rank 0 only reserves the resources."""
 
     def gpus(self) -> tuple[str, ...]:
         """Return the GPUs that Ray assigned to this actor."""
@@ -120,7 +120,7 @@ class RayLauncher:
         """Wait until Ray reports that a rank ended.
 
         Raises:
-            RanksLost: a rank ended; names it and the reason.
+            RanksLost: a rank ended. The message has its number and the reason.
         """
         while True:
             ended, _ = ray.wait(list(self._running), timeout=0) if self._running else ([], [])
@@ -161,7 +161,7 @@ class RayLauncher:
 
 
 def bundles(processes: Processes, *, node: str) -> list[Bundle]:
-    """Return the bundles to reserve; the first, of rank 0, is pinned to the node with this address."""
+    """Return the bundles to reserve. The bundle of rank 0 is pinned to the node with this address."""
     gpus = processes.on_gpus
     ranks = [{"CPU": 1.0, **({"GPU": 1.0} if gpus else {})} for _ in range(processes.train.processes)]
     ranks[0][f"node:{node}"] = 0.001
@@ -219,7 +219,7 @@ def cluster(processes: Processes, follower: Follower) -> Iterator[RayLauncher]:
 
 
 def _connect(processes: Processes, *, address: str | None) -> None:
-    # The address is never detected: Ray remembers the last cluster of a machine, even a stopped one.
+    # Do not detect the address, because Ray remembers the last cluster of a machine, even a stopped one.
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     if address is None:
         needed = len(bundles(processes, node="here"))

@@ -25,7 +25,7 @@ HEARTBEAT_INTERVAL_S = 0.25
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EngineHost:
-    """The actor. It returns errors of the engine as frames; Ray raises errors of the actor itself."""
+    """The actor. It returns errors of the engine as frames. Ray raises errors of the actor itself."""
 
     async def start(
         self, options: Mapping[str, Any], python: str, liveness_s: float, within_s: float
@@ -80,7 +80,7 @@ async def _as_frame(answer: Awaitable[Frame]) -> Frame:
 
 
 class WeightStore:
-    """Puts each version of the weights into Ray's object store once, for all engines; keeps the last one."""
+    """Puts each version of the weights into Ray's object store once for all engines. Keeps the last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class WeightStore:
     def reference(self, path: str, policy_version: int) -> Any:
         """Return the object reference of a weight file. Blocking."""
         with self._lock:
-            # The path alone is no key: descriptor numbers are reused.
+            # The path alone is not a key, because descriptor numbers are reused.
             if self._last is None or self._last[0] != (path, policy_version):
                 self._last = (path, policy_version), ray.put(np.fromfile(path, dtype=np.uint8))
             return self._last[1]
@@ -162,7 +162,7 @@ class RayEngine:
         return await self._answer(self._host.ask.remote(operation, fields))
 
     async def load(self, operation: str, **fields: Any) -> Frame:
-        """Send a request that blocks the engine; weights travel through Ray's object store."""
+        """Send a request that blocks the engine. Weights are sent through Ray's object store."""
         if operation != "push":
             return await self._answer(self._host.load.remote(operation, fields))
         weights = await asyncio.to_thread(self._weights.reference, fields["path"], fields["policy_version"])

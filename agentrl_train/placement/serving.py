@@ -58,7 +58,7 @@ class Server:
         }
 
     async def answer(self, frame: Frame) -> Frame:
-        """Answer a request; errors that the engine survives are returned in the answer."""
+        """Answer a request. Errors that the engine survives are returned in the answer."""
         try:
             result: Frame = await getattr(self, f"_{frame['op']}")(frame)
         except (EngineBroken, EngineOutOfMemory):
@@ -81,7 +81,7 @@ class Server:
         }
 
     async def _push(self, frame: Frame) -> Frame:
-        """Load weights between two decode steps; return a ``mismatch`` if their fingerprint differs."""
+        """Load weights between two decode steps. Return a ``mismatch`` if their fingerprint differs."""
         with safe_open(frame["path"], framework="pt", device="cpu") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         await asyncio.to_thread(self._engine.publish, state, policy_version=frame["policy_version"])

@@ -1,4 +1,4 @@
-"""Launchers: programs of this package in which an unmodified coding agent plays the sessions of a task."""
+"""Launchers: programs that let an unmodified coding agent play the sessions of a task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Launcher:
     requirement: str = ""
     """Requirement of the agent if it is a Python package."""
     program: str = ""
-    """The agent if it is a command."""
+    """Name of the command if the agent is a command."""
     shell: bool = False
     """True if the agent needs a tool that runs commands. The others call all tools of a task."""
 
@@ -42,7 +42,7 @@ class Launcher:
             raise ConfigError(f"environments.program = {self.name!r} needs {problem}: {self.install}")
 
     def _problem(self) -> str:
-        """Return the missing requirement and why it is not met; empty if it is."""
+        """Return the missing requirement and the reason, or "" if all requirements are met."""
         if self.program:
             missing = shutil.which(self.program, path=_path()) is None
             return f"the command {self.program}, which is not on the PATH" if missing else ""
@@ -69,7 +69,7 @@ class Launcher:
                 shell_tool(task.tools)
             except ValueError as error:
                 raise ConfigError(f"{self.name} cannot play the task {task.name!r}: {error}") from error
-        # -P: modules in the working directory do not replace those of the agent.
+        # -P: modules in the working directory do not replace the agent's modules.
         options = ["--max-turns", str(task.max_turns), "--timeout", str(timeout_s)]
         return [sys.executable, "-P", "-m", self.module, *options]
 

@@ -1,4 +1,4 @@
-"""Claude Code, with the tools of a task's session in place of its own."""
+"""Claude Code, with the tools of a task's session instead of its own tools."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from agentrl_train.gateway.launchers.tool_server import NAME
 SETTINGS = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # no updates, telemetry or error reports
     "CLAUDE_CODE_MAX_RETRIES": "1",  # the run retries failed episodes
-    "DISABLE_COMPACT": "1",  # a conversation that is too long for the policy is too long for a summary
+    "DISABLE_COMPACT": "1",  # a conversation that is too long for the policy is also too long to summarize
     "MCP_CONNECTION_NONBLOCKING": "0",  # the first request has the tools of the task
     "MCP_TIMEOUT": "60000",
-    "MCP_TOOL_TIMEOUT": "86400000",  # in ms, as above; the task has limits of its own
+    "MCP_TOOL_TIMEOUT": "86400000",  # in ms, as above; the task has its own limits
 }
 OWN = ("ANTHROPIC_", "CLAUDE_")
 """Prefixes of variables with which users configure their own Claude Code."""
 LIMIT_REACHED = "error_max_turns"
-"""Result of an agent that reaches its limit of turns."""
+"""Result of an agent that reaches its turn limit."""
 
 
 def play(session: TaskSession, base_url: str) -> str:
-    """Let the agent work until it ends or reaches a limit of the task; its tools give the answer."""
+    """Run the agent until it ends or reaches a limit of the task. It answers with its tools."""
 
     def start(home: Path, url: str) -> tuple[list[str], dict[str, str]]:
         command = [

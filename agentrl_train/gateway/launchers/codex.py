@@ -1,4 +1,4 @@
-"""Codex, with the tools of a task's session in place of its own."""
+"""Codex, with the tools of a task's session instead of its own tools."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DISABLED = (
 )
 """Features with tools that would work on the files of the trainer, or need an account."""
 UNLIMITED = 10**7
-"""Tokens of the model in the settings: the gateway knows its limits, and reports a full context."""
+"""Token limit of the model in the settings. The gateway has the real limit and reports a full context."""
 DAY_S = 86_400
-"""Limit of a call; the task has limits of its own."""
+"""Limit of a call. The task has its own limits."""
 
 
 def play(session: TaskSession, base_url: str) -> str:
-    """Let the agent work until it ends or reaches a limit of the task; its tools give the answer."""
+    """Run the agent until it ends or reaches a limit of the task. It answers with its tools."""
 
     def start(home: Path, url: str) -> tuple[list[str], dict[str, str]]:
         options = [word for line in settings(base_url, url) for word in ("--config", line)]

@@ -1,4 +1,4 @@
-"""A coding agent that is a command: it runs until it ends, or until the task has ended."""
+"""Runs a coding agent as a command until the agent or the task ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agentrl_train.gateway.launchers.tool_server import ToolServer, served_tools
 Start = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
 """Returns the command line and the variables of an agent, from its home and the address of its tools."""
 POLL_S = 0.1
-"""Interval at which the end of the agent is noticed."""
+"""Interval of checks for the end of the agent."""
 GRACE_S = 2.0
-"""Seconds between the signals TERM and KILL for an agent whose task has ended."""
+"""Seconds between the signals TERM and KILL for an agent after its task has ended."""
 MAX_OUTPUT = 2000
-"""Characters of the agent's output in an error, the last ones."""
+"""Number of characters from the end of the agent's output in an error."""
 
 
 class AgentFailed(Exception):
-    """The agent exited with an error; the message ends with its output."""
+    """The agent exited with an error. The message ends with its output."""
 
 
 def play_command(session: TaskSession, start: Start, *, own: tuple[str, ...]) -> None:
@@ -30,10 +30,10 @@ def play_command(session: TaskSession, start: Start, *, own: tuple[str, ...]) ->
     Args:
         session: the session.
         start: returns the command line and the environment variables of the agent.
-        own: prefixes of the variables with which users configure their own agent, and which it does not get.
+        own: prefixes of variables with which users configure their own agent. They are not passed on.
 
     Raises:
-        AgentFailed: the agent exited with another status than 0.
+        AgentFailed: the agent exited with a status other than 0.
         Exception: the session failed.
     """
     home = Path(os.environ["AGENTRL_SAMPLE"]).parent / "home"
@@ -48,16 +48,16 @@ def play_command(session: TaskSession, start: Start, *, own: tuple[str, ...]) ->
 def run_agent(
     command: Sequence[str], *, environment: Mapping[str, str], folder: Path, tools: ToolServer
 ) -> None:
-    """Run an agent until it ends by itself or can call no further tool.
+    """Run an agent until it ends by itself or cannot call tools any more.
 
     Args:
         command: its command line.
         environment: all its environment variables.
-        folder: its working directory, in which the file ``output`` is written.
+        folder: its working directory, which gets the file ``output``.
         tools: the tools that it calls.
 
     Raises:
-        AgentFailed: it exited with another status than 0.
+        AgentFailed: the agent exited with a status other than 0.
         Exception: the session failed.
     """
     output = folder / "output"

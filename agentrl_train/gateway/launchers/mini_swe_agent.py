@@ -12,19 +12,19 @@ import httpx
 from agentrl_train.gateway.launchers.session import TaskSession, play_session
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""First line of the output of the command with which mini-swe-agent submits."""
+"""First line of the output of the command that mini-swe-agent submits with."""
 
 
 def main() -> None:
     """Play one episode."""
-    # The package reads these on import. The folder is that of its settings, which would be the user's.
+    # The package reads these on import. The folder replaces the user's settings.
     os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = str(Path(os.environ["AGENTRL_SAMPLE"]).parent)
     os.environ["MSWEA_SILENT_STARTUP"] = "1"
     play_session(play)
 
 
 def play(session: TaskSession, base_url: str) -> str:
-    """Let the agent work until it submits or reaches a limit; return its submission."""
+    """Run the agent until it submits or reaches a limit. Return its submission."""
     import yaml
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.config import builtin_config_dir
@@ -37,10 +37,10 @@ def play(session: TaskSession, base_url: str) -> str:
 
 
 def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
-    """Return mini-swe-agent's model of a chat API, at the address of the gateway.
+    """Return a model for mini-swe-agent that uses the chat API at the address of the gateway.
 
-    Its requests and their answers are those of ``LitellmModel``, whose import takes seven seconds of
-    processor time for every episode.
+    It has the same requests and answers as ``LitellmModel``. Importing that would take seven seconds of
+    processor time in every episode.
     """
     from minisweagent.models.openrouter_model import OpenRouterModel
     from minisweagent.models.utils.actions_toolcall import BASH_TOOL
@@ -60,7 +60,7 @@ def policy_model(base_url: str, settings: dict[str, Any]) -> Any:
 
 
 def instructions(session: TaskSession) -> str:
-    """Return the task, and how the agent's only tool takes the place of the task's other tools."""
+    """Return the task, and how the agent's only tool replaces the task's other tools."""
     note = f"You have only the tool bash. Its command `echo {MARKER}` submits your work and ends the task."
     if session.takes_answer:
         note += f" If an answer is asked for, print it after it: `echo {MARKER}; echo ANSWER`."

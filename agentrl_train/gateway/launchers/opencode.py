@@ -1,4 +1,4 @@
-"""opencode, with the tools of a task's session in place of its own."""
+"""opencode, with the tools of a task's session instead of its own tools."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ OWN = ("OPENCODE", "XDG_")
 """Prefixes of variables with which users configure their own opencode."""
 MODEL = "gateway/policy"
 UNLIMITED = 10**7
-"""Tokens of the model in the settings: the gateway knows its limits, and reports a full context."""
+"""Token limit of the model in the settings. The gateway has the real limit and reports a full context."""
 TOOL_TIMEOUT_MS = 86_400_000
-"""Limit of a call; the task has limits of its own."""
+"""Limit of a call. The task has its own limits."""
 
 
 def play(session: TaskSession, base_url: str) -> str:
-    """Let the agent work until it ends or reaches a limit of the task; its tools give the answer."""
+    """Run the agent until it ends or reaches a limit of the task. It answers with its tools."""
 
     def start(home: Path, url: str) -> tuple[list[str], dict[str, str]]:
         content = json.dumps(settings(base_url, url, max_calls=session.max_calls))
-        # The title would be a call of the policy otherwise.
+        # Without a title, the agent would call the policy for one.
         command = ["opencode", "run", "--pure", "--model", MODEL, "--title", "episode", "--", session.task]
         return command, SETTINGS | {"OPENCODE_CONFIG_CONTENT": content}
 
@@ -44,7 +44,7 @@ def settings(base_url: str, url: str, *, max_calls: int) -> dict[str, Any]:
     Args:
         base_url: address of the gateway.
         url: address of the tools of the task.
-        max_calls: most steps of the agent.
+        max_calls: step limit of the agent.
     """
     limit = {"context": UNLIMITED, "output": UNLIMITED}
     provider = {

@@ -1,4 +1,4 @@
-"""The session of an episode, as launchers play it: its tools, its limits and its rewards."""
+"""The session of an episode for launchers: its tools, its limits and its rewards."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class TaskSession:
     """A session of a task, in which an agent acts.
 
     Args:
-        session: the session, opened.
+        session: the open session.
         max_turns: turns of the task. Each call of a tool is one, and so is the call that ends the episode.
-        earn: called with the reward of a call that is not the last one.
+        earn: called with the reward of each call but the last.
     """
 
     def __init__(self, session: SyncClientSession, *, max_turns: int, earn: Callable[[float], None]) -> None:
@@ -61,7 +61,7 @@ class TaskSession:
         self._earn = earn
         self._last: StepResult | None = None
         self.max_calls = max_turns - bool(self._tools.keys() & {*ANSWERS, *ENDS})
-        """Calls that leave a turn for ending the episode."""
+        """Number of calls that leave a turn to end the episode."""
 
     @property
     def task(self) -> str:
@@ -112,7 +112,7 @@ class TaskSession:
         return {"reward": reward, "metrics": dict(self._last.metrics)}
 
     def _ending(self, answer: str) -> ToolCall | Message:
-        """Return the last move: a tool for answers if there is an answer, else one without an argument."""
+        """Return the last move: a tool for answers if there is one to give, or a tool without arguments."""
         names = [*ANSWERS, *ENDS] if answer else [*ENDS, *ANSWERS]
         for name in names:
             if spec := self._tools.get(name):
@@ -151,13 +151,13 @@ def shell_tool(tools: Sequence[ToolSpec]) -> tuple[str, str]:
 def play_session(play: Callable[[TaskSession, str], str]) -> None:
     """Play the session of this program's sample, end it, and print the reward in the last line.
 
-    If the agent fails, its work is graded all the same: the gateway truncates an episode without room in the
-    context, and keeps the reward. It fails any other.
+    If the agent fails, its work is still graded. If the context was full, the gateway truncates the episode
+    and keeps the reward. Otherwise the episode fails.
 
     Args:
         play: runs the agent in a session and with a ``base_url``; returns its answer, which can be empty.
     """
-    # The server releases a session that is closed; one that is left behind keeps its sandbox for its lease.
+    # Close the session: a session that is left behind keeps its sandbox until its lease ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description="Play one episode for an agent program's run.")
     parser.add_argument("--max-turns", type=int, required=True)
@@ -188,7 +188,7 @@ def _required(spec: ToolSpec) -> list[str]:
 
 
 def _only_text(spec: ToolSpec) -> str:
-    """Return the name of a tool's only required argument if it is text; empty otherwise."""
+    """Return the name of a tool's only required argument if it is text, or "" otherwise."""
     required = _required(spec)
     properties = spec.function.parameters.get("properties", {})
     if len(required) == 1 and properties.get(required[0], {}).get("type") == "string":

@@ -14,13 +14,13 @@ from typing import Any
 from agentrl_train.gateway.launchers.session import TaskSession
 
 NAME = "task"
-"""Name of the server in the settings of agents; they call the tool ``bash`` ``mcp__task__bash`` or so."""
+"""Name of the server in the settings of agents, which call ``bash`` for example ``mcp__task__bash``."""
 PROTOCOL = "2025-06-18"
 NO_METHOD = -32601
 
 
 class ToolServer:
-    """Answers the requests of one agent, each call in its turn.
+    """Answers the requests of one agent, one call after another.
 
     Args:
         session: the session with the tools.
@@ -30,12 +30,12 @@ class ToolServer:
         self._session = session
         self._turn = threading.Lock()
         self.ended = threading.Event()
-        """Set when the agent can call no further tool."""
+        """Set when the agent cannot call tools any more."""
         self.failure: Exception | None = None
         """The error of the session, which ends the episode."""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the response to a JSON-RPC request, None for a notification."""
+        """Return the response to a JSON-RPC request, or None for a notification."""
         if "id" not in request:
             return None
         result = self._result(request.get("method", ""), request.get("params") or {})
@@ -87,7 +87,7 @@ class ToolServer:
 
 @contextmanager
 def served_tools(session: TaskSession) -> Iterator[tuple[ToolServer, str]]:
-    """Serve the tools of a session; yield the server and its address, which nobody can guess."""
+    """Serve the tools of a session. Yield the server and its address, which cannot be guessed."""
     tools, path, closed = ToolServer(session), f"/{token_urlsafe(16)}", threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -99,12 +99,12 @@ def served_tools(session: TaskSession) -> Iterator[tuple[ToolServer, str]]:
                 return self._send(HTTPStatus.NOT_FOUND)
             answer = tools.answer(json.loads(body))
             if tools.ended.is_set():
-                closed.wait()  # an agent that had the answer would call the policy again
+                closed.wait()  # with the answer, the agent would call the policy again
             self._send(HTTPStatus.ACCEPTED if answer is None else HTTPStatus.OK, answer)
             return None
 
         def do_GET(self) -> None:
-            self._send(HTTPStatus.METHOD_NOT_ALLOWED)  # this server sends nothing by itself
+            self._send(HTTPStatus.METHOD_NOT_ALLOWED)  # this server never sends events by itself
 
         def do_DELETE(self) -> None:
             self._send(HTTPStatus.METHOD_NOT_ALLOWED)
