@@ -1,4 +1,4 @@
-"""Implementation of the commands, after the configuration is loaded; each returns an exit status."""
+"""Implementation of the commands after the configuration is loaded. Each returns an exit status."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIGNAL_EXIT = 128
 
 
 def run(trainer: Trainer) -> int:
-    """Train a policy and print the results; a rank other than 0 executes the commands of rank 0."""
+    """Train a policy and print the results. A rank other than 0 executes the commands of rank 0."""
     if rank() > 0:
         trainer.train()
         return 0
@@ -71,7 +71,7 @@ def run(trainer: Trainer) -> int:
 
 @contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[list[int]]:
-    """Stop the run on a signal and yield the list that receives it; a second signal ends the process."""
+    """Stop the run on a signal, and yield the list that receives it. A second signal ends the process."""
     received: list[int] = []
 
     def restore() -> None:
@@ -91,7 +91,7 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[list[int]]:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of success before and after training, of 80 columns; greedy too if measured."""
+    """Return a table of 80 columns with success before and after training, and greedy success if measured."""
     tasks: Mapping[str, Mapping[str, Any]] = summary["tasks"]
     ways = {"sampled": ("before", "after")}
     if any(row.get("after_greedy") is not None for row in tasks.values()):
@@ -115,7 +115,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _changes(rows: Sequence[Mapping[str, Any]], *names: str) -> Iterator[str | Text]:
-    """Yield the mean success of some tasks before and after, and its change."""
+    """Yield the mean success of some tasks before and after training, and its change."""
     before, after = ([_estimate(row, name) for row in rows] for name in names)
     for found in (before, after):
         yield "-" if None in found else f"{fmean(one[0] for one in found if one):.1%}"
@@ -123,7 +123,7 @@ def _changes(rows: Sequence[Mapping[str, Any]], *names: str) -> Iterator[str | T
 
 
 def _estimate(row: Mapping[str, Any], name: str) -> Estimated | None:
-    """Return a share with its 95 % interval, None if it was not measured."""
+    """Return a share with its 95 % interval, or None if it was not measured."""
     share = row.get(name)
     if share is None:
         return None
@@ -132,7 +132,7 @@ def _estimate(row: Mapping[str, Any], name: str) -> Estimated | None:
 
 
 def _change(before: Sequence[Estimated], after: Sequence[Estimated], number: int) -> str | Text:
-    """Return a change in points with its 95 % interval, dim if that includes 0."""
+    """Return a change in points with its 95 % interval. It is dim if the interval includes 0."""
     if not len(before) == len(after) == number:
         return "-"
     points, low, high = (100 * one for one in mean_change(before, after))
@@ -213,10 +213,10 @@ def merge_several(
 
 
 def _claim_model_folder(output: Path) -> None:
-    """Create the folder of a new model, before the work that it is for.
+    """Create the folder of a new model before the work starts.
 
     Raises:
-        ConfigError: it holds a model, or cannot be written.
+        ConfigError: the folder already has a model, or cannot be written.
     """
     if (output / "config.json").exists():
         raise ConfigError(f"{output} already contains a model: choose another folder")
@@ -228,7 +228,7 @@ def _claim_model_folder(output: Path) -> None:
 
 
 def policy_path(model: str) -> str:
-    """Return the model folder of a run (its newest checkpoint) or a checkpoint; any other name as it is."""
+    """Return the model folder of a run (its newest checkpoint) or a checkpoint. Other names are unchanged."""
     return str(_model_folder(Path(model))) if Path(model).is_dir() else model
 
 
@@ -245,7 +245,7 @@ def _model_folder(source: Path) -> Path:
 
 
 async def _sft(config: RunConfig, *, output: Path) -> None:
-    cores = config.run.threads or os.cpu_count() or 1  # nothing runs beside the learner
+    cores = config.run.threads or os.cpu_count() or 1  # only the learner runs
     torch.set_num_threads(cores)
     model, tokenizer = load_policy(
         config.model.path,

@@ -1,4 +1,4 @@
-"""The command ``eval``: where its episodes are kept, its progress, and its table."""
+"""The command ``eval``: the folder of its episodes, its progress, and its table."""
 
 from __future__ import annotations
 

@@ -42,16 +42,16 @@ from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import Sampling, TaskSource
 
 SYNTAXES = (None, "prompt")
-"""Values of ``model.tool_parser`` that are tried: the syntax of the template, and tools as text."""
+"""Values of ``model.tool_parser`` to try: the syntax of the template, and tools as text."""
 COMPLETIONS = 4
-"""Completions of each task that the model samples to try a syntax."""
+"""Number of sampled completions of each task to try a syntax."""
 COLUMN = 40
 """Column of the comments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A syntax of tool calls that a model can be played with."""
+    """A syntax of tool calls to try with a model."""
 
     tool_parser: str | None
     """Value of ``model.tool_parser``."""
@@ -127,7 +127,7 @@ def _first_config(model: str, tasks: Sequence[str], *, name: str, lora: bool) ->
 
 
 async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> Trial:
-    """Return the syntax with most valid calls; without a measurement, the first that carries the tasks."""
+    """Return the syntax with the most valid calls. Without a measurement, return the first that works."""
     model, tokenizer = load_policy(config.model.path) if measured else open_policy(config.model.path)[:2]
     trials: list[Trial] = []
     problem: ConfigError | None = None
@@ -154,7 +154,7 @@ async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> 
 
 
 def syntax_of(chat: ChatFormat) -> str:
-    """Return the name of the syntax of calls, as ``model.tool_parser`` takes it."""
+    """Return the name of the syntax of calls as a value of ``model.tool_parser``."""
     return "prompt" if chat.in_prompt else chat.parser.name
 
 
@@ -326,7 +326,7 @@ def _model_settings(config: RunConfig, trial: Trial, *, folder: Path) -> Iterato
 
 
 def _environment_settings(config: RunConfig, *, folder: Path) -> dict[str, list[Setting]]:
-    """Return a section for each server; the spaces after equal names keep them apart."""
+    """Return a section for each server. Trailing spaces make equal names different."""
     tables = [
         Setting("serve", [_relative(target, folder) for target in one.serve])
         if one.serve

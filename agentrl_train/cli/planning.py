@@ -40,7 +40,7 @@ from agentrl_train.training.learners import as_config_errors
 
 GB = 1e9
 LEAST_CONTEXT = 64
-"""Tokens of a context that a measurement uses at least."""
+"""Minimum length of the contexts of a measurement, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Plan:
     """Bytes of the parts of the learner."""
     needs: Sequence[Need]
     changes: Sequence[str]
-    """Settings with which the run fits; empty if it fits as it is, or if no known setting is enough."""
+    """Settings that make the run fit. Empty if it already fits, or if no known settings are enough."""
     lengths: Sequence[Lengths]
     step: StepTokens
     rates: Rates | None
@@ -123,9 +123,9 @@ def fits(places: Sequence[Need]) -> bool:
 
 
 def fitted(config: RunConfig, size: ModelSize) -> tuple[RunConfig, list[str]] | None:
-    """Return a configuration that fits into memory, and its changes; None if no known setting is enough.
+    """Return a configuration that fits into memory and its changes, or None if no settings are enough.
 
-    A configuration that fits is not changed. Settings that leave as much missing as before are not named.
+    A configuration that fits is not changed. Settings that do not save memory are not listed.
     """
     places = memory_needs(config, size)
     chosen: dict[str, str] = {}
@@ -171,7 +171,7 @@ async def _lengths(config: RunConfig, chat: ChatFormat) -> list[Lengths]:
 
 
 def _measured(config: RunConfig, lengths: Sequence[Lengths]) -> Rates | None:
-    """Return the speed of the engine in this process; None for vLLM, whose speed is another."""
+    """Return the speed of the engine in this process, or None for vLLM, which has another speed."""
     if config.engine.kind != "torch":
         return None
     source = config.model

@@ -15,7 +15,7 @@ NAME = "quickstart"
 
 
 def write_config(folder: Path) -> Path:
-    """Write the configuration of the quick start into ``folder`` and return its path; keep an existing file.
+    """Write the configuration of the quick start into ``folder`` and return its path. Keep an existing file.
 
     Raises:
         ConfigError: the package with the tasks is not installed, or the file cannot be written.
@@ -37,6 +37,6 @@ def write_config(folder: Path) -> Path:
 
 
 def free_name(folder: Path) -> str:
-    """Return the first of quickstart, quickstart-2, quickstart-3 ... that is not a folder's name."""
+    """Return the first of quickstart, quickstart-2, quickstart-3 ... that is not the name of a folder."""
     names = (NAME if number == 1 else f"{NAME}-{number}" for number in count(1))
     return next(name for name in names if not (folder / name).exists())

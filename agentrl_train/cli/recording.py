@@ -1,4 +1,4 @@
-"""A gateway by itself: serves a model and writes the recorded rollouts as JSON lines."""
+"""A gateway without a run: serves a model and writes the recorded rollouts as JSON lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE_CHECK_S = 5.0
 
 
 class SeededSampler:
-    """Samples the answers of one session; the same calls of the same session get the same tokens."""
+    """Samples the answers of one session. Equal calls of a session get equal tokens."""
 
     def __init__(self, engine: Engine, *, sampling: Sampling, key: str, seed: int) -> None:
         self.sampling = sampling
@@ -54,7 +54,7 @@ class SeededSampler:
         return await self._engine.generate(context, sampling=sampling, session_key=key)
 
     def release(self) -> None:
-        """Drop what the engine caches for the session."""
+        """Drop the engine's cache of the session."""
         for key in self._used:
             self._engine.release(key)
 
@@ -72,8 +72,8 @@ async def record(
 ) -> None:
     """Serve the model of a configuration until SIGINT or SIGTERM.
 
-    A session begins with its first call and ends with ``POST base_url/end``, after ``idle_timeout_s`` without
-    a call, or with the server. Its rollout is a line of ``output``; without a posted reward, that is null.
+    A session starts with its first call. It ends with ``POST base_url/end``, after ``idle_timeout_s`` without
+    a call, or with the server. Its rollout is a line of ``output``. The reward is null if none was posted.
 
     Raises:
         ConfigError: the address can be reached from other machines, and there is no token.

@@ -255,8 +255,8 @@ def _reason_without_answer(session: Session, *, limit_s: float | None) -> str:
         return "the program got no answer from the model: its messages do not fit engine.max_context"
     if limit_s is not None:
         return (
-            f"the program got no answer from the model within {limit_s:g} s: call the model earlier, or raise "
-            "rollout.episode_timeout_s"
+            f"the program got no answer from the model within {limit_s:g} s: call the model earlier, or "
+            "raise rollout.episode_timeout_s"
         )
     return "the program ended without an answer from the model: let its client use the base_url that it gets"
 

@@ -1,1 +1,1 @@
-"""Guidance before a run: memory, tokens and seconds of a step, and settings that suit a model."""
+"""Estimates before a run: memory, tokens and seconds of a step, and suitable settings for a model."""

@@ -1,4 +1,4 @@
-"""Settings that suit a model by its size; docs/how-to/real-models.md has the sources."""
+"""Suitable settings for a model of a given size. docs/how-to/real-models.md has the sources."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LORA_FACTOR = 10.0
-"""Learning rate of adapters over the learning rate of all weights."""
+"""Ratio of the learning rates of adapters and of all weights."""
 TURN_MARGIN, EPISODE_MARGIN = 1.5, 2.0
-"""Limits of a policy over the longest turn and the longest episode of the experts."""
+"""Factor of a policy's limits over the longest turn and the longest episode of the experts."""
 MANY_VALID_CALLS = 0.8
-"""Share of turns with a valid call from which on few updates of imitation are enough."""
+"""Above this share of turns with a valid call, few updates of imitation are enough."""
 IMITATION_STEPS, FEW_IMITATION_STEPS = 30, 10
 FASTER = 1.5
-"""Times that bfloat16 must be faster than float32 to be used on a CPU."""
+"""bfloat16 is used on a CPU if it is faster than float32 by this factor."""
 LARGE_MODEL = 50e6
-"""Parameters from which on a CPU computes in bfloat16, and evaluations are short."""
+"""From this number of parameters on, a CPU computes in bfloat16 and evaluations are short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Settings of models up to a size, trained in all weights."""
+    """Settings of models up to a size, if all weights are trained."""
 
     parameters: float
     """Largest number of parameters."""

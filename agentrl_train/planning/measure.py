@@ -20,15 +20,15 @@ from agentrl_train.planning.tokens import StepTokens
 from agentrl_train.types import SamplingParams, TokenSequence
 
 BUDGET_S = 20.0
-"""Seconds that a measurement can take."""
+"""Time limit of a measurement in seconds."""
 TRIED = 32
-"""Tokens of the first pass, whose time the sizes of the others follow from."""
+"""Tokens of the first pass. Its duration determines the sizes of the other passes."""
 UPDATE_COST = 5.0
-"""Times that a token takes longer in an update than in a prefill, at most."""
+"""Largest ratio of the time of a token in an update to its time in a prefill."""
 PRODUCT = 512
-"""Width of the matrices whose product compares dtypes."""
+"""Width of the matrices that are multiplied to compare dtypes."""
 SHORTEST_ROW = 64
-"""Tokens of the smaller one of the two measured updates."""
+"""Tokens of the smaller of the two measured updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Rates:
     update: float
     """Tokens per second of an update."""
     update_s: float
-    """Seconds of an update that do not depend on its tokens, mostly those of the optimizer."""
+    """Seconds of an update that do not depend on its tokens, mostly for the optimizer."""
     seconds: float
     """Duration of the measurement."""
 
@@ -66,10 +66,10 @@ def measure(
     context: int,
     budget_s: float = BUDGET_S,
 ) -> Rates:
-    """Measure a loaded model, which the update changes.
+    """Measure a loaded model. The measured update changes it.
 
-    The engine is the one in this process. Sizes are chosen such that the measurement ends in time: on a slow
-    machine with fewer sessions and shorter contexts, which makes decoding look slower than it is.
+    The engine runs in this process. Sizes are selected so that the measurement ends in time. On a slow
+    machine there are fewer sessions and shorter contexts, which makes decoding look slower than it is.
 
     Args:
         model: the policy, with its weights.
@@ -143,7 +143,7 @@ async def _measure_engine(
 def _measure_update(
     model: PreTrainedModel, train: TrainSection, *, prefill: float, length: int, budget_s: float
 ) -> tuple[float, float]:
-    """Return the tokens per second of an update, and its seconds apart from them."""
+    """Return the tokens per second of an update, and its fixed cost in seconds."""
     settings = train.model_copy(update={"learning_rate": 1e-12, "warmup_steps": 0})
     learner = Learner(model, settings)
     vocabulary = model.config.get_text_config().vocab_size
@@ -165,7 +165,7 @@ def _measure_update(
     short_s = update(SHORTEST_ROW)
     affordable = (budget_s - 2 * short_s) / 3 * prefill / UPDATE_COST
     tokens = int(min(train.micro_batch_tokens, affordable))
-    if tokens < 2 * SHORTEST_ROW:  # no time for a larger one
+    if tokens < 2 * SHORTEST_ROW:  # there is no time for a larger update
         return SHORTEST_ROW / short_s, 0.0
     token_s = (update(tokens) - short_s) / (tokens - SHORTEST_ROW)
     if token_s <= 0:  # too small to tell apart
@@ -174,7 +174,7 @@ def _measure_update(
 
 
 def _episode(tokens: int, vocabulary: int, *, seed: int) -> TokenSequence:
-    """Return a random episode, half of whose tokens are sampled."""
+    """Return a random episode. Half of its tokens are sampled."""
     rng = np.random.default_rng(seed)
     mask = (np.arange(tokens) // 32 % 2).astype(np.float32)
     return TokenSequence(

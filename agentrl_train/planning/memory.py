@@ -27,20 +27,20 @@ MARGIN = 1.1
 HEAD_LOGITS = 2**26
 """Logits that the learner computes at a time."""
 HEAD_COPIES = 4
-"""Tensors of the size of these logits that exist at a time, in float32."""
+"""Number of float32 tensors of the size of these logits that exist at the same time."""
 LIBRARIES = 4e8
-"""Bytes of a process that has loaded its libraries, and no model."""
+"""Bytes of a process that has loaded its libraries and no model."""
 VLLM_CPU_CACHE = 2**30
 """Bytes of the key/value cache of vLLM on a CPU."""
 REMEDY = LoraSection(rank=16, alpha=32.0)
-"""Adapters in place of all weights, if these do not fit."""
+"""Adapters that replace training of all weights if it does not fit."""
 BYTES = {"float32": 4, "bfloat16": 2}
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The shapes of a model that its memory follows from."""
+    """The shapes of a model that determine its memory."""
 
     parameters: int
     adapters: int
@@ -48,9 +48,9 @@ class ModelSize:
     layers: int
     width: int
     cached: int
-    """Numbers that the key/value cache holds for a token."""
+    """Numbers in the key/value cache for each token."""
     saved: int
-    """Numbers that one layer keeps of a token for the backward pass."""
+    """Numbers that a layer keeps for each token for the backward pass."""
     vocabulary: int
     max_context: int
     """Longest context that the model was made for."""
@@ -93,7 +93,7 @@ def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[s
     Args:
         size: shapes of the model.
         engine: settings of the engine.
-        sessions: sampling policy -> its concurrent episodes.
+        sessions: sampling policy -> number of its concurrent episodes.
     """
     number = BYTES[engine.dtype]
     cache = sum(sessions.values()) * engine.max_context * size.cached * number
@@ -124,7 +124,7 @@ def learner_memory(
         dtype: ``model.dtype``.
         tokens: tokens of the largest micro-batch; by default ``train.micro_batch_tokens``.
         reference: True if a KL penalty needs a copy of the model.
-        on_cpu: True if checkpoints are copied within the same memory, and Python's libraries are in it.
+        on_cpu: True if the same memory also holds copies for checkpoints, and Python's libraries.
     """
     tokens = train.micro_batch_tokens if tokens is None else tokens
     trained = size.parameters if train.lora is None else size.adapters
@@ -155,7 +155,7 @@ def learner_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Memory that one place needs and has, in bytes."""
+    """Needed and available memory of one place, in bytes."""
 
     place: str
     needed: float
@@ -163,7 +163,7 @@ class Need:
 
     @property
     def missing(self) -> float:
-        """Return the bytes that are missing; negative if some are left."""
+        """Return the missing bytes, or a negative number if some are left."""
         return self.needed - self.available
 
 
@@ -198,9 +198,9 @@ Sections = tuple[ModelSection, EngineSection, TrainSection]
 def remedies(
     model: ModelSection, engine: EngineSection, train: TrainSection
 ) -> Iterator[tuple[str, Sections]]:
-    """Yield settings that save memory, each with the sections after it and all before it.
+    """Yield settings that save memory. Each comes with the sections after this and all earlier changes.
 
-    The order is by cost: first settings that change neither the results nor much of the speed.
+    The order is by cost. Settings that do not change the results and hardly change the speed come first.
     """
 
     def changed(section: Any, **update: Any) -> Any:

@@ -15,7 +15,7 @@ from agentrl_train.training.sft import expert_sequence
 from agentrl_train.types import Sampling, TaskSource, TokenSequence
 
 EPISODES = 16
-"""Expert episodes of each task that are measured."""
+"""Number of expert episodes of each task to measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ async def measured_lengths(
     max_turns: Mapping[str, int],
     episodes: int = EPISODES,
 ) -> list[Lengths]:
-    """Return the lengths of every task, by its expert if it has one.
+    """Return the lengths of every task, measured with its expert if it has one.
 
     Args:
         clients: task -> client of its server.
@@ -109,7 +109,7 @@ def of_experts(task: str, played: Sequence[tuple[TokenSequence, bool]]) -> Lengt
 
 
 def of_limits(task: str, *, opening: int, turns: int, sampling: Sampling) -> Lengths:
-    """Return upper bounds: a policy that fills every turn, or a full context."""
+    """Return upper bounds for a policy that fills every turn, or the context."""
     sampled = min(turns * sampling.max_new_tokens, max(0, sampling.max_context - opening))
     return Lengths(
         task=task,
@@ -141,7 +141,7 @@ class StepTokens:
 
 
 def step_tokens(lengths: Sequence[Lengths], *, groups: int, group_size: int) -> StepTokens:
-    """Return the tokens of a step; tasks have equal shares of the groups."""
+    """Return the tokens of a step if tasks have equal shares of the groups."""
     opening, sampled, total = (
         fmean(getattr(one, name) for one in lengths) for name in ("opening", "sampled", "total")
     )

@@ -1,1 +1,1 @@
-"""``report.html``: what a run did, on one page."""
+"""``report.html``: the results of a run on one page."""

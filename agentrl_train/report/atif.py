@@ -50,8 +50,8 @@ def write_atif(episodes: Iterable[Recorded], folder: Path, *, model: str) -> Non
 def atif(recorded: Recorded, *, model: str) -> dict[str, Any]:
     """Return an episode as an ATIF trajectory, with the sampled tokens if they are recorded.
 
-    An agent's step has the token ids and log-probabilities that training used; their policy versions and
-    advantages are in ``metrics.extra``. What the environment said about the episode is in ``extra``.
+    An agent's step has the token ids and log-probabilities that training used. Their policy versions and
+    advantages are in ``metrics.extra``. The environment's data about the episode is in ``extra``.
 
     Args:
         recorded: the episode.
@@ -124,7 +124,7 @@ def _call(call: Mapping[str, Any], place: int) -> dict[str, Any]:
     }
     if isinstance(arguments, dict):
         return shown | {"arguments": arguments}
-    return shown | {"arguments": {}, "extra": {"arguments": text}}  # what the policy wrote is no object
+    return shown | {"arguments": {}, "extra": {"arguments": text}}  # the policy did not write an object
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
 
 
 def _segment(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the segment of a message where an episode has several."""
+    """Return the segment of a message if the episode has several."""
     return {"extra": {"segment": message["segment"]}} if "segment" in message else {}
 
 

@@ -16,11 +16,11 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 14, 10, 26
 INTERVAL_WIDTH, INTERVAL_HEIGHT, INTERVAL_MARGIN = 270, 34, 18
 BAR_WIDTH = 120
 MAX_POINTS = 240
-"""Maximum number of points of a line; more are averaged, so that the page stays small."""
+"""Maximum number of points of a line. More points are averaged, so that the page stays small."""
 MAX_TARGETS = 80
-"""Maximum number of places of a line that show their value to the pointer; closer ones would overlap."""
+"""Maximum number of points of a line with a tooltip. More would overlap."""
 MAX_MARKS = 24
-"""Maximum number of rings of a line; more would cover it."""
+"""Maximum number of rings of a line. More would cover it."""
 NUM_COLOURS = 8
 
 
@@ -33,7 +33,7 @@ class Series:
     colour: int
     """Number of the colour class, ``c0`` to ``c7``."""
     smooth: float = 0.0
-    """Share of the old value in the moving average drawn; above 0 the raw line is drawn faintly below it."""
+    """Share of the old value in the moving average. Above 0, the raw line is drawn faintly below it."""
     marks: Sequence[Point] = ()
     """Single measurements, drawn as rings."""
     band: Sequence[tuple[float, float, float]] = ()
@@ -85,10 +85,10 @@ def line_chart(
 
 
 def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> str:
-    """Return a chart as a file of its own, with title, legend and style.
+    """Return a chart as a separate file, with title, legend and style.
 
     Args:
-        chart: what ``line_chart`` returned.
+        chart: the result of ``line_chart``.
         title: drawn above it.
         names: name and colour of each line.
     """
@@ -233,7 +233,7 @@ def _x_axis(frame: _Frame, name: str) -> str:
         if frame.x_low <= tick <= frame.x_high and tick == int(tick)
     ]
     end = f"{name} {int(frame.x_high)}"
-    # The name of the axis is at the right end; numbers that would overlap it are left out.
+    # The name of the axis is at the right end. Numbers that would overlap it are omitted.
     room = WIDTH - RIGHT - 8 - 7 * len(end)
     inside = [tick for tick in inside if frame.x(tick) + 3.5 * len(f"{tick:.0f}") < room]
     numbers = "".join(
@@ -266,7 +266,7 @@ def _line(one: Series, frame: _Frame, label: Callable[[float], str], x_name: str
 
 
 def _evenly(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Return at most ``most`` evenly spaced points of a line, the last included."""
+    """Return at most ``most`` evenly spaced points of a line, including the last."""
     step = max(1, math.ceil(len(points) / most))
     return points[(len(points) - 1) % step :: step]
 

@@ -19,7 +19,7 @@ from agentrl_train.report.charts import (
 )
 
 SMOOTHING = 0.8
-"""Share of the old value in the moving average; raw values are drawn faintly."""
+"""Share of the old value in the moving average. Raw values are drawn faintly."""
 
 Step = Mapping[str, Any]
 
@@ -124,12 +124,12 @@ CURVES = (
 
 AGE = "tokens_of_age_"
 AGES_SHOWN = 7
-"""Ages with a colour of their own; older tokens are drawn together."""
+"""Number of ages with their own colour. Older tokens are drawn together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The curves of one run. Of two runs in one chart, the second is dashed."""
+    """The curves of one run. If a chart has two runs, the second is dashed."""
 
     name: str
     steps: Sequence[Step]
@@ -139,7 +139,7 @@ class Source:
 
 
 def curves(sources: Sequence[Source], *, tasks: Sequence[str]) -> str:
-    """Return all charts that have data, one for each score of ``[reward]`` and metric of a task among them.
+    """Return all charts that have data, including one for each score of ``[reward]`` and each task metric.
 
     Args:
         sources: one run, or two to compare.

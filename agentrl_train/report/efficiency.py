@@ -1,4 +1,4 @@
-"""The efficiency section of the report: throughput beside its ceiling, and tokens by use, age and task."""
+"""The efficiency section of the report: throughput and its ceiling, and tokens by use, age and task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFILL = ("reprefilled_tokens", "prefilled again: new weights or an evicted cac
 
 
 def efficiency(steps: Sequence[Step]) -> str:
-    """Return throughput and token tables as HTML; empty without data."""
+    """Return throughput and token tables as HTML, or "" without data."""
     cards = [
         _card("Throughput and its ceiling", _speeds(steps)),
         _card("Tokens by use", _uses(steps)),
@@ -50,7 +50,7 @@ def _speeds(steps: Sequence[Step]) -> list[str]:
         pairs = [(number(step.get(name)), number(step.get(f"{name}_ceiling"))) for step in steps]
         known = [(value, top) for value, top in pairs if value and top]
         if known:
-            # The harmonic mean, so that a slow step counts for as long as it took.
+            # The harmonic mean weighs a slow step by its duration.
             value, top = (len(known) / sum(1 / pair[i] for pair in known) for i in (0, 1))
             text = f"{number_label(value)} of {number_label(top)}"
             rows.append(_row(title, text, value / top, note=ceiling))

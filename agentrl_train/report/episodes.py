@@ -49,7 +49,7 @@ def _segments(episode: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _conversation(
     messages: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], tokens: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yield the bubbles, and boxes around those of a segment and of the segments within it."""
+    """Yield the bubbles, with boxes around the bubbles of a segment and its inner segments."""
     open_boxes: list[int] = []
     for message in messages:
         path = _ancestry(message.get("segment"), segments)
@@ -65,7 +65,7 @@ def _conversation(
 
 
 def _ancestry(segment: Any, segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return a segment and those that it was opened from, the first segment left out, outermost first."""
+    """Return a segment and its ancestors without the first segment, outermost first."""
     path: list[int] = []
     while isinstance(segment, int) and 0 < segment < len(segments) and segment not in path:
         path.insert(0, segment)
@@ -156,7 +156,7 @@ def _call(call: Any) -> str:
 
 
 def _plain(content: Any) -> str:
-    """Return the content of a message as text; parts other than text are shown by type."""
+    """Return the content of a message as text. Other parts are shown by their type."""
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, Mapping)]
         return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
@@ -176,7 +176,7 @@ def _turn(message: Any) -> Mapping[str, Any]:
 
 
 def badge(text: str, kind: str = "") -> str:
-    """Return a short text in a frame; ``kind`` is "good", "bad", "warn" or empty."""
+    """Return a short text in a frame. ``kind`` is "good", "bad", "warn" or empty."""
     return f'<span class="badge {kind}">{escape(text)}</span>'
 
 

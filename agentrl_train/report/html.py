@@ -1,4 +1,4 @@
-"""Parts of the pages: the document, tiles, headings, folds, and how shares and durations are written."""
+"""Parts of the pages: the document, tiles, headings, folds, and the format of shares and durations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def document(title: str, body: str) -> str:
-    """Return a self-contained page, which loads nothing and runs no script."""
+    """Return a self-contained page that loads no files and runs no script."""
     style = "".join(
         Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("chart.css", "page.css")
     )

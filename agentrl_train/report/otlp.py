@@ -38,9 +38,8 @@ _ID_FIELDS = ("traceId", "spanId", "parentSpanId")
 def export_spans(episodes: Iterable[Recorded], target: str, *, run: str, messages: bool = False) -> None:
     """Export each episode as one trace.
 
-    A file gets one request of OTLP per line, in its JSON form. A collector gets the same requests in their
-    binary form. The variables ``OTEL_EXPORTER_OTLP_*`` set its headers, certificates, compression and
-    timeout.
+    A file gets one OTLP request per line as JSON. A collector gets the same requests in binary form. The
+    variables ``OTEL_EXPORTER_OTLP_*`` set headers, certificates, compression and timeout.
 
     Args:
         episodes: the episodes.
@@ -74,7 +73,7 @@ def export_spans(episodes: Iterable[Recorded], target: str, *, run: str, message
 
 
 class _Ids(IdGenerator):
-    """Returns the ids of the span that starts next."""
+    """Returns the ids of the next span."""
 
     def __init__(self) -> None:
         self.next = (0, 0)
@@ -94,7 +93,7 @@ class _Tracer:
         self._memory = InMemorySpanExporter()
         provider = TracerProvider(
             sampler=ALWAYS_ON,
-            # The SDK would draw another id of the instance for every export.
+            # The SDK would otherwise draw another instance id for every export.
             resource=Resource.create({"service.name": "agentrl-train", "service.instance.id": run}),
             shutdown_on_exit=False,
             id_generator=self._ids,
@@ -129,7 +128,7 @@ def _parent(span: EpisodeSpan) -> Context:
 
 
 def _line(spans: Sequence[ReadableSpan]) -> str:
-    """Return a request as JSON. OTLP has ids in hexadecimal, unlike the JSON of other messages."""
+    """Return a request as JSON. Ids are hexadecimal in OTLP, unlike in the JSON of other messages."""
     request = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
     for span in _spans(request):
         span.update({name: base64.b64decode(span[name]).hex() for name in _ID_FIELDS if name in span})

@@ -1,4 +1,4 @@
-"""``report.html``: a self-contained page about a run, built from the files that its folder has."""
+"""``report.html``: a self-contained page about a run, built from the files in its folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Record = Mapping[str, Any]
 
 EXAMPLES_PER_TASK = 2
 STEPS_SHOWN = 4
-"""Training steps whose episodes are shown, spread over the run."""
+"""Number of training steps with shown episodes, spread over the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Contents of a run folder; every part may be missing."""
+    """Contents of a run folder. Every part can be missing."""
 
     name: str
     steps: Sequence[Record]
@@ -48,7 +48,7 @@ class RunRecord:
         return list(dict.fromkeys([*evaluated, *trained]))
 
     def evaluation(self, name: str, task: str) -> Record | None:
-        """Return the last evaluation of that name, or None."""
+        """Return the last evaluation with this name, or None."""
         found = [one for one in self.evaluations if (one.get("name"), one.get("task")) == (name, task)]
         return found[-1] if found else None
 
@@ -87,7 +87,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder; unreadable files are skipped."""
+    """Read a run folder. Unreadable files are skipped."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def tiles(run: RunRecord) -> Iterable[str]:
 
 
 def results(run: RunRecord) -> str:
-    """Return the table of held-out success; empty without an evaluation."""
+    """Return the table of held-out success, or "" without an evaluation."""
     tasks = [task for task in run.tasks if run.evaluation("before", task) or run.evaluation("after", task)]
     if not tasks:
         return ""
@@ -203,7 +203,7 @@ def _result_row(task: str, before: Record | None, after: Record | None, trained:
 
 
 def task_metrics(run: RunRecord) -> str:
-    """Return the table of the tasks' metrics before and after training; empty without any."""
+    """Return the table of the tasks' metrics before and after training, or "" without metrics."""
     rows = ""
     for task in run.tasks:
         before, after = (_metric_means(run.evaluation(name, task)) for name in ("before", "after"))
@@ -242,12 +242,12 @@ def _greedy(evaluation: Record | None) -> str:
 
 
 def _shares(run: RunRecord, tasks: Sequence[str]) -> list[list[Interval | None]]:
-    """Return the success of tasks before training, and after it."""
+    """Return the success of tasks before and after training."""
     return [[_interval(run.evaluation(name, task)) for task in tasks] for name in ("before", "after")]
 
 
 def _change(before: Sequence[Interval | None], after: Sequence[Interval | None]) -> str:
-    """Return the mean change in points with its 95 % interval, grey if that includes 0."""
+    """Return the mean change in points with its 95 % interval. It is grey if the interval includes 0."""
     old, new = ([(one.value, one.low, one.high) for one in found if one] for found in (before, after))
     if not len(old) == len(new) == len(before):
         return "–"
@@ -274,7 +274,7 @@ def _efficiency(run: RunRecord) -> str:
 
 
 def source(run: RunRecord) -> Source:
-    """Return what the curves of a run are drawn from."""
+    """Return the data for the curves of a run."""
     return Source(name=run.name, steps=run.steps, held_out=_held_out_marks(run))
 
 
@@ -348,7 +348,7 @@ def _sample(episode: Record) -> tuple[str, str]:
 
 
 def _spread(items: Sequence[Path], most: int) -> list[Path]:
-    """Return up to ``most`` items, evenly spaced, the first and the last included."""
+    """Return up to ``most`` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -79,7 +79,7 @@ class _Turn:
     message: Mapping[str, Any]
     segment: int
     context: Sequence[Mapping[str, Any]]
-    """Messages in front of the completion."""
+    """Messages before the completion."""
     results: dict[Any, Any] = field(default_factory=dict)
     """Results of its calls, by their ids."""
     chat: _Interval = _NOTHING
@@ -99,8 +99,8 @@ class _Turn:
 def episode_spans(recorded: Recorded, *, run: str, messages: bool = False) -> list[EpisodeSpan]:
     """Return the spans of an episode, parents first.
 
-    An episode that was recorded without times shares its duration evenly among its turns, and its spans have
-    the attribute ``agentrl.times_estimated``.
+    If an episode was recorded without times, its duration is divided evenly among its turns, and its spans
+    have the attribute ``agentrl.times_estimated``.
 
     Args:
         recorded: the episode.
@@ -111,7 +111,7 @@ def episode_spans(recorded: Recorded, *, run: str, messages: bool = False) -> li
 
 
 class _Trace:
-    """Makes the spans of one episode."""
+    """Creates the spans of one episode."""
 
     def __init__(self, recorded: Recorded, *, run: str, messages: bool) -> None:
         self._episode = recorded.episode
@@ -338,7 +338,7 @@ def _union(one: _Interval, other: _Interval) -> _Interval:
 
 
 def _failure(episode: Mapping[str, Any]) -> str | None:
-    """Return the reason for which an episode has no reward, or None if it has one."""
+    """Return why an episode has no reward, or None if it has one."""
     end = str(episode.get("end", ""))
     return str(episode.get("error") or end) if end.startswith("failed") else None
 
@@ -390,7 +390,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: Any) -> Any:
-    """Return arguments as an object; as they are if the model wrote something else."""
+    """Return arguments as an object, or unchanged if the model did not write an object."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
@@ -402,5 +402,5 @@ def _text(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that UTF-8 can hold: models can write halves of surrogate pairs."""
+    """Return JSON that UTF-8 can encode. Models can write lone surrogates."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()

@@ -19,14 +19,14 @@ class Recorded(NamedTuple):
     """An episode of ``trajectories/``."""
 
     path: Path
-    """Its file."""
+    """Path of its file."""
     line: int
-    """Its place in the file, from 0."""
+    """Its position in the file, from 0."""
     episode: dict[str, Any]
 
     @property
     def source(self) -> str:
-        """The name of its file: its step or evaluation."""
+        """Name of its file, which is its step or evaluation."""
         return self.path.stem
 
     def name(self, run: str) -> str:
@@ -43,8 +43,8 @@ def last_episodes(run: Path, *, last: int, task: str | None = None, failed: bool
 
     Args:
         run: the run folder.
-        last: number of episodes, at most.
-        task: of this task only.
+        last: maximum number of episodes.
+        task: only episodes of this task.
         failed: only episodes without success.
 
     Raises:
@@ -68,7 +68,7 @@ def last_episodes(run: Path, *, last: int, task: str | None = None, failed: bool
 
 
 def transcript(episode: Mapping[str, Any], *, source: str) -> str:
-    """Return one line of ``trajectories/*.jsonl`` as text; ``source`` is the name of its file."""
+    """Return one line of ``trajectories/*.jsonl`` as text. ``source`` is the name of its file."""
     result = "success" if episode.get("success") else "no success"
     head = f"{source}: {episode.get('task')}, {episode.get('split')} sample {episode.get('index')}"
     lines = [f"=== {head}, {result}, reward {episode.get('reward'):g}, {episode.get('end')}"]

@@ -1,4 +1,4 @@
-"""``agentrl-train sweep``: runs what is missing, and writes ``results.json`` and ``report.html``."""
+"""``agentrl-train sweep``: runs the unfinished runs, and writes ``results.json`` and ``report.html``."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from agentrl_train.sweep.results import results
 
 FAILED_EXIT = 1
 SIGNAL_EXIT = 128
-"""Exit status of a sweep that a signal stopped, plus the number of the signal (SIGTERM: 143)."""
+"""Exit status of a sweep stopped by a signal, plus the number of the signal (SIGTERM: 143)."""
 
 
 def sweep(path: Path, *, cores: int, processes: int | None, replace: bool) -> int:
-    """Run a sweep and write its report after every run; return the exit status.
+    """Run a sweep and write its report after every run. Return the exit status.
 
     Args:
         path: file of the sweep.
         cores: processor cores, which the runs share.
-        processes: runs at a time; None is what the file says.
-        replace: run those runs again whose settings changed.
+        processes: number of concurrent runs; None uses the number in the file.
+        replace: repeat runs with changed settings.
 
     Raises:
-        ConfigError: the file is invalid, or a run was begun with other settings.
+        ConfigError: the file is invalid, or a run was started with other settings.
     """
     plan = load_sweep(path, cores=cores, processes=processes)
     console = Console()

@@ -23,7 +23,7 @@ from agentrl_train.sweep.results import CURVES
 
 Record = Mapping[str, Any]
 AXES = {"samples": "episodes", "steps": "step"}
-"""Axis of a curve -> unit shown at it."""
+"""Axis of a curve -> its unit."""
 UNITS = {"samples": "over episodes played", "steps": "over training steps"}
 STATES = {"finished": "good", "failed": "bad", "stopped": "warn", "not started": "warn"}
 
@@ -42,7 +42,7 @@ def figure(results: Record, curve: str, *, axis: str = "samples", title: str = "
         results: content of a ``results.json``.
         curve: name of a curve, a key of ``CURVES``.
         axis: "samples" or "steps".
-        title: title of the figure; left out, that of the curve.
+        title: title of the figure, by default the title of the curve.
     """
     series = _series(results["variants"], curve, axis)
     chart = line_chart(series, label=_label(curve), top=_top(curve), x_name=AXES[axis])

@@ -21,26 +21,26 @@ OWN = ("run.name", "run.folder", "run.seed", "run.threads")
 
 
 class SweepConfig(Section):
-    """The file of ``agentrl-train sweep``: presets and variants of one configuration, times seeds."""
+    """The file of ``agentrl-train sweep``: presets and variants of one configuration, and seeds."""
 
     name: Name
     """Name of the folder inside ``folder``."""
     config: str
     """Configuration that the runs vary, relative to this file."""
     folder: str = "runs"
-    """Parent of the sweep's folder; relative to the working directory."""
+    """Parent of the sweep's folder, relative to the working directory."""
     seeds: Annotated[tuple[CountOrOff, ...], Field(min_length=1)] = (0, 1, 2, 3, 4)
     """Seeds of every variant."""
     presets: tuple[str, ...] = ()
-    """Presets of algorithms; each is a variant of its name."""
+    """Presets of algorithms. Each preset is a variant with its name."""
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     """Variants by name: tables with settings of a run. Paths in them are relative to ``config``."""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Settings of every run; those of a variant override them."""
+    """Settings of every run. Settings of a variant override them."""
     baseline: str | None = None
-    """Variant that the others are compared with; left out, the first one."""
+    """Variant that the others are compared with, by default the first."""
     processes: Count | None = None
-    """Runs at a time; left out, one for each core."""
+    """Number of concurrent runs, by default one for each core."""
 
     @property
     def changes(self) -> dict[str, dict[str, Any]]:
@@ -57,9 +57,9 @@ class SweepConfig(Section):
         if twice := [name for name in [*stems, *self.variants] if [*stems, *self.variants].count(name) > 1]:
             found.append(f"two variants are called {twice[0]!r}: rename one")
         if len(set(self.seeds)) < len(self.seeds):
-            found.append(f"seeds = {list(self.seeds)} has one of them twice")
+            found.append(f"seeds = {list(self.seeds)} has duplicates")
         if self.baseline is not None and self.baseline not in self.changes:
-            found.append(f"baseline = {self.baseline!r} is none of {', '.join(self.changes)}")
+            found.append(f"baseline = {self.baseline!r} is not one of {', '.join(self.changes)}")
         for where, table in (("set", self.set), *((f"variants.{k}", v) for k, v in self.variants.items())):
             if own := sorted(set(OWN) & flat(table).keys()):
                 found.append(f"{where} sets {own[0]}, which the sweep sets itself: remove it")
@@ -100,13 +100,13 @@ class Sweep:
     """A validated sweep."""
 
     path: Path
-    """Its file."""
+    """Path of its file."""
     config: SweepConfig
     folder: Path
     processes: int
-    """Runs at a time."""
+    """Number of concurrent runs."""
     runs: tuple[PlannedRun, ...]
-    """All runs, the first seed of every variant first."""
+    """All runs. The first seed of every variant comes first."""
 
     @property
     def baseline(self) -> str:
@@ -120,10 +120,10 @@ def load_sweep(path: Path, *, cores: int, processes: int | None = None) -> Sweep
     Args:
         path: the file.
         cores: processor cores, which the runs share.
-        processes: runs at a time; None is what the file says, or one for each core.
+        processes: number of concurrent runs; None uses the number in the file, or one for each core.
 
     Raises:
-        ConfigError: the file, or a run that it plans, is invalid; with all problems in one message.
+        ConfigError: the file, or a run that it plans, is invalid. The message has all problems.
     """
     table = read_toml(path)
     if found := problems(table, SweepConfig):
@@ -160,7 +160,7 @@ def _runs(path: Path, config: SweepConfig, *, folder: Path, threads: int) -> Ite
 
 
 def _of_seed(value: Any, seed: int) -> Any:
-    """Return a setting with the seed of a run in place of ``{seed}``."""
+    """Return a setting with ``{seed}`` replaced by the seed of a run."""
     if isinstance(value, str):
         return value.replace("{seed}", str(seed))
     if isinstance(value, dict):

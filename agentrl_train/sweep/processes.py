@@ -1,4 +1,4 @@
-"""Runs the runs of a sweep in child processes, a bounded number at a time; what is finished is kept."""
+"""Starts the runs of a sweep in child processes, a bounded number at a time. Finished runs are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentrl_train.telemetry.watchdog import die_with_parent
 POLL_INTERVAL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FREE = ("run.name", "run.folder", "run.threads")
-"""Settings of a run that may change."""
+"""Settings of a run that can change."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,19 +37,19 @@ class _Child:
 
 
 def finished(run: PlannedRun) -> bool:
-    """Return whether a run has come to its end."""
+    """Return True if a run is finished."""
     return (run.folder / "summary.json").exists()
 
 
 def require_unchanged(sweep: Sweep, *, replace: bool) -> None:
-    """Compare the runs that have begun with the sweep's file.
+    """Compare the started runs with the sweep's file.
 
     Args:
         sweep: the sweep.
-        replace: discard the runs whose settings changed, in place of the error.
+        replace: discard runs with changed settings instead of raising an error.
 
     Raises:
-        ConfigError: a run was begun with other settings.
+        ConfigError: a run was started with other settings.
     """
     found = []
     for run in sweep.runs:
@@ -63,19 +63,19 @@ def require_unchanged(sweep: Sweep, *, replace: bool) -> None:
     elif found:
         run, name, old, new = found[0]
         raise ConfigError(
-            f"{len(found)} of the runs in {sweep.folder} were begun with other settings than those of "
+            f"{len(found)} of the runs in {sweep.folder} were started with other settings than those of "
             f"{sweep.path} ({run.variant}, seed {run.seed}: {name} was {old}, and is {new}): restore the "
-            "file, choose another name, or run these again with --replace"
+            "file, choose another name, or repeat these runs with --replace"
         )
 
 
 def run_all(
     sweep: Sweep, *, on_start: Callable[[PlannedRun], None], on_end: Callable[[PlannedRun, int], None]
 ) -> int | None:
-    """Run what is not finished; a run that fails does not stop the others.
+    """Start the unfinished runs. A run that fails does not stop the others.
 
     Args:
-        sweep: the sweep; its runs go on from their checkpoints where they have some.
+        sweep: the sweep. Its runs continue from their checkpoints, if they have any.
         on_start: called when a run starts.
         on_end: called when a run has ended, with its exit status.
 
@@ -97,7 +97,7 @@ def run_all(
                     children.remove(child)
                     _add_usage(child, processor_s=processor_s)
                     on_end(child.run, status)
-                for _ in received[forwarded:]:  # a second one ends the runs at once
+                for _ in received[forwarded:]:  # a second signal ends the runs immediately
                     forwarded += 1
                     for child in children:
                         child.process.send_signal(signal.SIGTERM)
@@ -132,17 +132,17 @@ def _start(run: PlannedRun) -> _Child:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": str(run.config.run.threads)},
                 start_new_session=True,  # a signal of the terminal reaches the runs through the sweep
-                preexec_fn=die_with_parent,  # so that another sweep can go on with the run
+                preexec_fn=die_with_parent,  # so that another sweep can continue the run
             )
     return _Child(run=run, process=process, started=time.monotonic())
 
 
 def _poll(child: _Child) -> tuple[int, float] | None:
-    """Return the exit status and the processor seconds of an ended run, those of its children included."""
+    """Return the exit status and the processor seconds of an ended run, including its children."""
     number, status, used = os.wait4(child.process.pid, os.WNOHANG)
     if not number:
         return None
-    child.process.returncode = os.waitstatus_to_exitcode(status)  # it is collected already
+    child.process.returncode = os.waitstatus_to_exitcode(status)  # the status is already collected
     return child.process.returncode, used.ru_utime + used.ru_stime
 
 
@@ -173,7 +173,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def last_error(run: PlannedRun, status: int) -> str:
-    """Return the last error in the log of a run that failed, else its last line."""
+    """Return the last error in the log of a failed run, or else its last line."""
     try:
         text = run.log.read_text(encoding="utf-8", errors="replace")
     except OSError:

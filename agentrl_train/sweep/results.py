@@ -29,7 +29,7 @@ CURVES = {
 SMOOTHING = 0.7
 """Share of the old value in the moving average of training curves, before the mean over seeds."""
 GRID = 41
-"""Most points of a curve."""
+"""Maximum number of points of a curve."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -40,7 +40,7 @@ def results(sweep: Sweep, *, command: str, failed: Mapping[Path, str]) -> dict[s
     Args:
         sweep: the sweep.
         command: command line that repeats it.
-        failed: folder of a run that failed -> its error.
+        failed: folder of a failed run -> its error.
     """
     runs = [_run(run, error=failed.get(run.folder)) for run in sweep.runs]
     done = [one for one in runs if one["status"] == "finished"]
@@ -88,7 +88,7 @@ def _rank(variant: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def area(points: Points, span: float) -> float | None:
-    """Return the mean height of a curve from 0 to ``span``, by trapezoids; None for less than two points."""
+    """Return the mean height of a curve from 0 to ``span``, or None for fewer than two points."""
     if len(points) < 2 or span <= 0:
         return None
     xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
@@ -133,7 +133,7 @@ def _run(run: PlannedRun, *, error: str | None) -> dict[str, Any]:
 
 
 def _held_out(record: RunRecord) -> dict[int, dict[str, Any]]:
-    """Return step -> success, greedy success and reward on held-out samples: their means over tasks."""
+    """Return step -> means over tasks of success, greedy success and reward on held-out samples."""
     found: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in record.evaluations:
         found.setdefault(int(line["policy_version"]), {})[str(line["task"])] = line
@@ -151,7 +151,7 @@ def _held_out(record: RunRecord) -> dict[int, dict[str, Any]]:
 
 
 def _samples(run: PlannedRun, record: RunRecord) -> dict[int, float]:
-    """Return step -> episodes played up to it: those trained on, those of dropped groups, greedy ones."""
+    """Return step -> episodes played so far: trained on, in dropped groups, or greedy."""
     size, greedy = run.config.rollout.group_size, run.config.algorithm.baseline.name == "greedy"
     total, found = 0.0, {0: 0.0}
     for step in record.steps:
@@ -164,7 +164,7 @@ def _samples(run: PlannedRun, record: RunRecord) -> dict[int, float]:
 
 
 def _variant(name: str, sweep: Sweep, runs: Sequence[dict[str, Any]], *, span: float) -> dict[str, Any]:
-    """Return the aggregate of the runs of a variant; adds the area of each to its run."""
+    """Return the aggregate of the runs of a variant. Also add the area of each run to it."""
     done = [one for one in runs if one["status"] == "finished"]
     for one in done:
         points = [(samples, value) for _, samples, value in one["curves"]["held_out_success"]]
@@ -217,7 +217,7 @@ def _band(curves: Sequence[Points], *, episodes: float | None) -> list[list[floa
     """Return rows (x, mean, low, high) over the part of the axis that all curves have.
 
     ``episodes`` is the number of episodes that a share is measured with, and None for rewards. The band has
-    no height where all runs agree.
+    no height if all runs agree.
     """
     curves = [curve for curve in curves if curve]
     if not curves:
@@ -249,8 +249,8 @@ def _paired(
 
     ``above`` counts the seeds with a positive difference.
 
-    Only the tasks that both have are compared, as a run of one task differs from the mean over several by
-    their difficulty too. Areas are those of all tasks, and differ by nothing else only where these are equal.
+    Only common tasks are compared, because a run of one task also differs from the mean over several tasks by
+    their difficulty. Areas cover all tasks, so they are comparable only if the tasks are equal.
     """
     before = {one["seed"]: one["final"] for one in base if one["status"] == "finished"}
     pairs = []

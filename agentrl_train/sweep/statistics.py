@@ -11,7 +11,7 @@ from typing import Any
 from agentrl_env.evaluation.statistics import wilson_interval
 
 LEVEL = 0.05
-"""Largest adjusted p-value of a finding; intervals cover 1 - LEVEL."""
+"""Largest adjusted p-value of a finding. Intervals cover 1 - LEVEL."""
 INTERVAL = "95 % interval of the mean over seeds"
 
 
@@ -33,9 +33,9 @@ def share_interval(values: Sequence[float], *, episodes: float) -> dict[str, Any
     """Return the mean of shares, one for each run, with a 95 % interval that stays within 0 and 1.
 
     It is Wilson's interval with the quantile of Student's t. The number of trials is the number of
-    independent episodes whose share would vary as much as the mean over runs does, as for cluster samples:
-    runs differ by more than chance among episodes. It is at most the number of episodes played. If all runs
-    have the same share, their variance is unknown, and every run counts as one trial.
+    independent episodes that would give the share the same variance as the mean over runs, as for cluster
+    samples, because runs differ by more than chance among episodes. It is at most the number of episodes
+    played. If all runs have the same share, their variance is unknown, and every run counts as one trial.
 
     Args:
         values: shares between 0 and 1.
@@ -62,7 +62,7 @@ def p_value(differences: Sequence[float]) -> float | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values: the chance of any error among those up to 0.05 is at most 0.05."""
+    """Return Holm's adjusted p-values. The chance of any error among values up to 0.05 is at most 0.05."""
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))

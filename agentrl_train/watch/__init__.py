@@ -1,1 +1,1 @@
-"""A live page about one run, or two to compare: ``agentrl-train watch``."""
+"""A live page about one run, or about two runs to compare: ``agentrl-train watch``."""

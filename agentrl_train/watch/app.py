@@ -1,4 +1,4 @@
-"""The server of the live page: static files, and the parts of the page behind the token."""
+"""The server of the live page: static files, and the parts of the page that require the token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 COMPRESSED_BYTES = 2000
-"""Shorter answers are sent as they are."""
+"""Shorter answers are sent without compression."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -44,10 +44,10 @@ HEADERS = {
 
 
 def create_app(folders: Sequence[Path], *, token: str | None = None) -> Starlette:
-    """Return the application for one run, or two to compare.
+    """Return the application for one run, or for two runs to compare.
 
     Args:
-        folders: run folders; they need not exist yet.
+        folders: run folders, which do not have to exist yet.
         token: required as ``Authorization: Bearer`` for everything about the runs, if given.
 
     Raises:
@@ -172,7 +172,7 @@ def _filter(given: Mapping[str, str]) -> Filter:
 
 
 def _key(text: str) -> Key:
-    """Return the key of an episode. Raises ``ValueError`` if it is none."""
+    """Return the key of an episode. Raises ``ValueError`` if it is not valid."""
     match json.loads(text):
         case [str(file), int(position), int(sibling)] if position >= 0:
             return file, position, sibling
@@ -183,10 +183,10 @@ class WatchServer:
     """Serves the live page. Satisfies ``agentrl_env.hosting.serve.Running``.
 
     Args:
-        folders: run folders; they need not exist yet.
+        folders: run folders, which do not have to exist yet.
         host: address to bind.
         port: port to bind; 0 picks a free one.
-        token: required beyond loopback.
+        token: required for addresses other than loopback.
 
     Raises:
         RunFolderError: a path is not a run folder.
@@ -211,4 +211,4 @@ class WatchServer:
         await self._listener.stop()
 
     def stop_waiting(self) -> None:
-        """Do nothing: there is no drain."""
+        """Do nothing, because there is no drain."""

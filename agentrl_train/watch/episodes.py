@@ -1,4 +1,4 @@
-"""The episodes of a run: an index of those on disk, which grows as the trainer writes them.
+"""The episodes of a run: an index of episodes on disk, which grows as the trainer writes them.
 
 Episodes come from two places. ``trajectories/`` has some of each step and evaluation, with their tokens and
 advantages. The journal has every group from the moment it finishes until no checkpoint needs it, so that
@@ -25,9 +25,9 @@ from agentrl_train.telemetry.metrics import readable
 from agentrl_train.telemetry.tokens import SUFFIX, read_tokens, token_record
 
 BUDGET_S = 0.4
-"""Longest time of one refresh; the rest is read by the next ones, newest files first."""
+"""Longest time of one refresh. The next refreshes read the rest, newest files first."""
 PAGE = 20
-"""Episodes of one page of the list."""
+"""Number of episodes on one page of the list."""
 _FILE = re.compile(r"((step)_(\d{1,12})|(held_out)_.+)\.jsonl(\.gz)?")
 _SEGMENT = re.compile(r"step_\d{1,12}-\d{1,9}\.bin")
 Key = tuple[str, int, int]
@@ -36,7 +36,7 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the list shows of an episode."""
+    """The data of an episode in the list."""
 
     key: Key
     task: str
@@ -50,7 +50,7 @@ class Entry:
     group: int | None
     sibling: int | None
     step: int | None
-    """Step that trained on it, or after which it was evaluated; None if neither has happened."""
+    """Step that trained on it, or after which it was evaluated. None before either has happened."""
     held_out: bool
 
     @property
@@ -65,9 +65,9 @@ class Filter:
 
     task: str = ""
     kind: str = ""
-    """"trained", "waiting" or "held-out"; empty is all."""
+    """"trained", "waiting" or "held-out". Empty selects all."""
     outcome: str = ""
-    """"success", "no success" or "failed"; empty is all."""
+    """"success", "no success" or "failed". Empty selects all."""
     lowest: float = -math.inf
     highest: float = math.inf
     first_step: float = -math.inf
@@ -104,7 +104,7 @@ class EpisodeIndex:
 
     def __init__(self, folder: Path) -> None:
         self.pending = 0
-        """Files that are not read yet."""
+        """Files that have not been read yet."""
         self.waiting = 0
         """Finished groups that are not trained yet."""
         self.tasks: list[str] = []
@@ -120,7 +120,7 @@ class EpisodeIndex:
         self._steps = 0
 
     def refresh(self, *, trained: Mapping[int, int], steps: int) -> None:
-        """Read files that are new or changed.
+        """Read new and changed files.
 
         Args:
             trained: group -> step that trained on it.
@@ -144,7 +144,7 @@ class EpisodeIndex:
         return found
 
     def load(self, key: Key) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """Return an episode as in ``trajectories/``, and its tokens; None if it is not there any more."""
+        """Return an episode as in ``trajectories/`` and its tokens, or None if it no longer exists."""
         name, position, sibling = key
         try:
             if _SEGMENT.fullmatch(name):
@@ -238,7 +238,7 @@ def _age(one: Entry) -> tuple[int, int]:
 
 
 def _step_of(name: str) -> int | None:
-    """Return the step in the name of a file in ``trajectories/``; None for an evaluation."""
+    """Return the step in the name of a file in ``trajectories/``, or None for an evaluation."""
     match = _FILE.fullmatch(name)
     return int(match[3]) if match is not None and match[2] else None
 
@@ -249,7 +249,7 @@ def _entries(name: str, lines: Sequence[bytes]) -> Iterator[Entry]:
         try:
             episode = json.loads(line)
         except ValueError:
-            continue  # the line is being written
+            continue  # the line is still being written
         if isinstance(episode, dict):
             yield _entry(
                 (name, number_, 0), episode, step=_evaluated(name, episode) if step is None else step
@@ -257,7 +257,7 @@ def _entries(name: str, lines: Sequence[bytes]) -> Iterator[Entry]:
 
 
 def _evaluated(name: str, episode: Mapping[str, Any]) -> int:
-    """Return the step of an evaluation: the policy version that played it."""
+    """Return the step of an evaluation, which is the policy version that played it."""
     versions = [one["turn"].get("versions") for one in episode.get("messages") or () if _is_turn(one)]
     newest = [version[-1] for version in versions if isinstance(version, list) and version]
     return int(max((one for one in newest if number(one) is not None), default=0))

@@ -18,11 +18,11 @@ from agentrl_train.watch.run import WatchedRun
 from agentrl_train.watch.tokens import Vocabulary, token_views
 
 COLOURINGS = (("probability", "probability"), ("advantage", "advantage"), ("version", "policy version"))
-"""Value and label of the choices of what colours the tokens."""
+"""Values and labels of the choices for colouring tokens."""
 
 
 def overview(runs: Sequence[WatchedRun], numbers: Sequence[str]) -> str:
-    """Return state and main numbers of each run, and the tables of its evaluations.
+    """Return the state and the main numbers of each run, and the tables of its evaluations.
 
     Args:
         runs: the runs.
@@ -46,14 +46,14 @@ def _header(run: WatchedRun) -> str:
 
 
 def numbers(run: WatchedRun) -> str:
-    """Return the main numbers of a run and the tables of its evaluations. Only its records change them."""
+    """Return the main numbers of a run and the tables of its evaluations. They depend only on its records."""
     cards = "".join(tiles(run.record))
     shown = f'<div class="tiles">{cards}</div>' if cards else ""
     return shown + results(run.record) + task_metrics(run.record)
 
 
 def curve_section(runs: Sequence[WatchedRun]) -> str:
-    """Return the charts; of two runs in the same charts, the second dashed."""
+    """Return the charts. Two runs are in the same charts, the second dashed."""
     tasks = list(dict.fromkeys(task for run in runs for task in run.tasks))
     charts = curves([replace(source(run.record), steps=run.thinned.means()) for run in runs], tasks=tasks)
     if not charts:
@@ -79,7 +79,7 @@ def _uses(runs: Sequence[WatchedRun]) -> str:
 
 
 def episode_list(run: WatchedRun, number: int, chosen: Filter, page: int) -> str:
-    """Return a page of the episodes of a run, which is the ``number``-th that is watched."""
+    """Return a page of the episodes of a run, the ``number``-th of the watched runs."""
     found = run.episodes.select(chosen)
     last = max(0, (len(found) - 1) // PAGE)
     page = min(max(page, 0), last)
@@ -119,12 +119,10 @@ def _row(one: Entry, run: int) -> str:
 
 
 def episode(run: WatchedRun, vocabulary: Vocabulary, key: tuple[str, int, int]) -> str:
-    """Return one episode with its tokens, or a sentence if it is not on disk any more."""
+    """Return one episode with its tokens, or a sentence if it is no longer on disk."""
     found = run.episodes.load(key)
     if found is None:
-        return (
-            '<p class="dim">This episode is not on disk any more: a checkpoint made its journal obsolete.</p>'
-        )
+        return '<p class="dim">This episode is no longer on disk: a checkpoint made its journal obsolete.</p>'
     shown, tokens = found
     views = token_views(tokens, vocabulary)
     trained = any(turn.get("advantages") for turn in (tokens or {}).get("turns") or ())
@@ -142,7 +140,7 @@ def options(choices: Sequence[tuple[str, str]]) -> str:
 
 
 def document() -> str:
-    """Return the page, which loads everything about the runs itself."""
+    """Return the page, which loads the data of the runs itself."""
     kinds = (("", "all"), ("trained", "trained"), ("waiting", "not trained yet"), ("held-out", "held-out"))
     outcomes = (("", "any"), ("success", "success"), ("no success", "no success"), ("failed", "failed"))
     orders = (("newest", "newest"), ("lowest", "lowest reward"), ("highest", "highest reward"))

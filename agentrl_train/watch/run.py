@@ -1,4 +1,4 @@
-"""A run folder that the trainer writes meanwhile: its records, read as they are appended."""
+"""A run folder of a running trainer. Its records are read as they are appended."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from agentrl_train.watch.thinning import ThinnedSteps
 Record = Mapping[str, Any]
 
 REFRESH_S = 1.0
-"""Shortest time between two looks at the folder."""
+"""Shortest time between two reads of the folder."""
 QUIET_S = 90.0
-"""Seconds without a write after which a run is not shown as running."""
+"""Seconds without a write after which a run is no longer shown as running."""
 TAIL = 64
-"""Bytes in front of the position in a file that show whether it was replaced."""
+"""Number of bytes before the position in a file that are compared to detect a replaced file."""
 ACTIVE = (
     "metrics.jsonl",
     "evaluations.jsonl",
@@ -43,8 +43,8 @@ ACTIVE = (
 class GrowingFile:
     """The records of a JSON Lines file that is appended to.
 
-    Reads only what is new, leaves a line without its end for the next call, and starts again if the file was
-    replaced or cut, as a resumed run does. If the file is missing and its gzip copy exists, that is read.
+    Reads only new records, and leaves an incomplete line for the next call. It starts again if the file was
+    replaced or truncated, for example by a resumed run. If only a gzip copy of the file exists, that is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class GrowingFile:
         self._compressed: tuple[int, int] | None = None
 
     def read(self) -> bool:
-        """Read the new records; return True if anything changed."""
+        """Read the new records. Return True if there was a change."""
         try:
             with open(self._path, "rb") as file:
                 return self._continue(file)
@@ -96,7 +96,7 @@ class GrowingFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """State of a run, in words."""
+    """State of a run as text."""
 
     badge: str
     kind: str
@@ -105,16 +105,16 @@ class State:
 
 
 class WatchedRun:
-    """A run folder, which need not exist yet.
+    """A run folder, which does not have to exist yet.
 
-    Raises ``RunFolderError`` if the path is a file, or a folder with other content than a run's.
+    Raises ``RunFolderError`` if the path is a file, or a folder with content that is not a run's.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.resolve().name
         self.version = 0
-        """Grows when the records change."""
+        """Counter that increases when the records change."""
         self.record = RunRecord(
             name=self.name, steps=(), evaluations=(), summary=None, config="", episodes={}
         )
@@ -130,7 +130,7 @@ class WatchedRun:
             check_run_folder(folder)
 
     def refresh(self) -> None:
-        """Read what is new, at most once in ``REFRESH_S``. Thread-safe."""
+        """Read new records, at most once in ``REFRESH_S``. Thread-safe."""
         with self._lock:
             if time.monotonic() - self._read_at < REFRESH_S:
                 return
@@ -175,7 +175,7 @@ class WatchedRun:
         return list(dict.fromkeys([*self.record.tasks, *trained, *self.episodes.tasks]))
 
     def state(self) -> State:
-        """Return whether the run has started, runs, is silent, or has finished."""
+        """Return the state of the run: not started, running, silent, or finished."""
         if not self.folder.is_dir():
             note = f"{self.folder} does not exist yet. The page fills when the run starts."
             return State(badge="not started", kind="", note=note)

@@ -1,8 +1,8 @@
 """The steps of a long run as a bounded number of points for its curves, extended as steps are appended.
 
-Each point is the mean of equally many consecutive steps and has the number of the last of them. The number
-of steps is a power of two: 1 up to ``MAX_POINTS`` steps, 2 up to twice as many, and so on. The last point
-can have fewer.
+Each point is the mean of the same number of consecutive steps and has the number of the last of these steps.
+The number of steps per point is a power of two: 1 up to ``MAX_POINTS`` steps, 2 up to twice as many, and so
+on. The last point can have fewer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class ThinnedSteps:
 
     def __init__(self, most: int = MAX_POINTS) -> None:
         self.size = 1
-        """Steps of a point."""
+        """Number of steps of a point."""
         self._most = most
         self._points: list[_Point] = []
         self._taken = 0
         self._last: Step | None = None
 
     def update(self, steps: Sequence[Step]) -> None:
-        """Take the steps of a run. Only those that were appended since the last call are read.
+        """Update the points from the steps of a run. Only steps appended since the last call are read.
 
-        The points are computed again if the earlier steps are not the ones of the last call.
+        If the earlier steps differ from those of the last call, all points are computed again.
         """
         if self._taken > len(steps) or (self._taken and steps[self._taken - 1] is not self._last):
             self.size, self._points, self._taken = 1, [], 0

@@ -15,15 +15,15 @@ from tokenizers import Tokenizer
 from agentrl_train.report.curves import number
 
 MOST_TOKENS = 4000
-"""Tokens shown of a turn."""
+"""Maximum number of shown tokens of a turn."""
 PROBABILITIES = (0.99, 0.9, 0.7, 0.5, 0.3, 0.1)
 """Lower bounds of the shades, from the palest to the last but one."""
 SHADES = 4
-"""Shades of advantages on each side of 0, and of versions."""
+"""Number of shades of advantages on each side of 0, and of versions."""
 
 
 class Vocabulary:
-    """Text of token ids, by the tokenizer of the run's checkpoints; without one, their numbers."""
+    """Text of token ids, from the tokenizer of the run's checkpoints. Without one, the ids themselves."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,7 +31,7 @@ class Vocabulary:
         self._pieces: dict[int, str] = {}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a character of several tokens is with the last of them."""
+        """Return the text of each token. A character of several tokens belongs to the last of them."""
         tokenizer = self._loaded()
         if tokenizer is None:
             return [f"⟨{one}⟩" for one in token_ids]
@@ -81,10 +81,10 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_views(record: Mapping[str, Any] | None, vocabulary: Vocabulary) -> dict[int, str]:
-    """Return the tokens of each turn as HTML, by its number.
+    """Return the tokens of each turn as HTML, by the number of the turn.
 
-    The facts of a token are in one attribute, ``data-t``: log-probability, advantage, version and id. Classes
-    have the shades of its probability (``p``), its advantage (``a``, ``b`` below 0) and its version (``v``).
+    The attribute ``data-t`` has the log-probability, advantage, version and id of a token. The classes have
+    the shades of its probability (``p``), its advantage (``a``, ``b`` below 0) and its version (``v``).
     """
     turns = [one if isinstance(one, Mapping) else {} for one in (record or {}).get("turns") or ()]
     largest = max((abs(value) for turn in turns for value in _numbers(turn, "advantages")), default=0.0)

@@ -215,7 +215,7 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
         (command("ask('x'); print('{\"reward\": 1.0, \"sucess\": 1}')"), "(sucess: Extra inputs"),
         (command("ask('x' * 500); print(1.0)"), "its messages do not fit engine.max_context"),
         (command("ask('x'); print('fine')"), "ended without a reward"),
-        (command("ask('x'); print('{\"reward\": \"much\"}')"), "which is no reward"),
+        (command("ask('x'); print('{\"reward\": \"much\"}')"), "which is not a reward"),
         (command("ask('x'); os.kill(os.getpid(), 9)"), "exited with status -9"),
         (["no-such-program"], "'no-such-program' cannot be started"),
     ],

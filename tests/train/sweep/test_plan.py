@@ -78,7 +78,7 @@ def test_runs_at_a_time_share_the_cores(
     [
         ("", "there is nothing to run"),
         ('presets = ["grpo"]\nseeds = []', "at least 1 item"),
-        ('presets = ["grpo"]\nseeds = [1, 1]', "has one of them twice"),
+        ('presets = ["grpo"]\nseeds = [1, 1]', "has duplicates"),
         ('presets = ["grpo"]\nseeds = [-1]', "greater than or equal to 0"),
         ('presets = ["grpo", "grpo"]', "two variants are called 'grpo'"),
         ('presets = ["grpo"]\nbaseline = "rloo"', "baseline = 'rloo' is none of grpo"),

@@ -129,7 +129,7 @@ def test_only_the_token_opens_the_data(tmp_path: Path, client: Callable[..., Tes
 def test_keys_reach_no_other_file(tmp_path: Path, client: Callable[..., TestClient], key: str):
     write_step(tmp_path, 1)
     answer = client(tmp_path).get("/data/episode", params={"key": key})
-    assert answer.status_code == 422 or "not on disk any more" in answer.text
+    assert answer.status_code == 422 or "no longer on disk" in answer.text
 
 
 def test_two_runs_are_compared_in_the_same_charts(tmp_path: Path, client: Callable[..., TestClient]):
