@@ -1,8 +1,8 @@
 """ArCHer (arXiv 2402.19446): twin critics of turns, by temporal differences with target networks.
 
-A turn is an action; its tokens share its advantage. ``values`` are V(s) of the states before U turns,
-``actions`` Q(s, a) of the turns, [U, 2] each, with a column for each twin. A row is marked where a turn
-starts and where it has ended: the critic reads V before the former token and Q before the latter.
+A turn is an action, and its tokens share its advantage. ``values`` are V(s) of the states before U turns, and
+``actions`` are Q(s, a) of the turns, [U, 2] each, with a column for each twin. A row is marked at the first
+token of a turn and at the first token after it. The critic reads V before the former and Q before the latter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPLAY = "replay.bin"
 def twin_targets(
     rewards: Values, values: Values, actions: Values, *, gamma: float, bootstrap: Values | float = 0.0
 ) -> tuple[Values, Values]:
-    """Return what V and Q are to become, [U, 2] each, from those of the target networks.
+    """Return the targets of V and Q, [U, 2] each, from the values of the target networks.
 
     ``V(s_u) -> Q'(s_u, a_u)`` for an action of the policy, and ``Q(s_u, a_u) -> r_u + gamma V'(s_(u+1))``.
 
@@ -49,7 +49,7 @@ def twin_targets(
         values: V' of the target networks.
         actions: Q' of the target networks.
         gamma: discount of a turn.
-        bootstrap: V' of the state after the last turn; 0 where the episode terminated.
+        bootstrap: V' of the state after the last turn; 0 if the episode terminated.
     """
     after = np.concatenate([values[1:], np.broadcast_to(bootstrap, (min(1, len(values)), 2))])
     return actions.copy(), rewards[:, None] + gamma * after
@@ -73,7 +73,7 @@ class Replayed:
 
 
 class TwinStrategy(Strategy):
-    """Learns the values of states from new episodes, and those of turns from replayed ones as well."""
+    """Learns the values of states from new episodes, and the values of turns also from replayed ones."""
 
     critic: TwinCritic
 
@@ -88,7 +88,7 @@ class TwinStrategy(Strategy):
         self._values: list[tuple[Values, Values]] = []
 
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
-        """Return rows in which the tokens of a turn have its advantage.
+        """Return rows in which all tokens of a turn have its advantage.
 
         Raises:
             ConfigError: a turn has no tokens, or follows the turn before it without tokens between them.
@@ -102,9 +102,9 @@ class TwinStrategy(Strategy):
         return played.with_advantages(select(advantages))
 
     def learn(self, fit: Fit, *, step: int) -> dict[str, float]:
-        """Learn from the new episodes and, with replay, from as many groups of earlier steps.
+        """Learn from the new episodes and, with replay, from the same number of groups of earlier steps.
 
-        V is learned from the new episodes alone, because their actions are those of the policy.
+        V is learned only from the new episodes, because the policy chose their actions.
         ``explained_variance`` compares V before the update with the discounted rewards to go.
         """
         fresh, metrics = self._fresh, dict[str, float]()
@@ -133,7 +133,7 @@ class TwinStrategy(Strategy):
         self._replay.extend(decode_group(record) for record in read_records((folder / REPLAY).read_bytes()))
 
     def targets(self, played: EpisodeRows, *, on_policy: bool) -> list[TokenSequence]:
-        """Return marked rows with the targets of both twins; V has none for actions of an older policy."""
+        """Return marked rows with the targets of both twins. V has none for an older policy's actions."""
         if not played.rows:
             return []
         marks = []
@@ -180,7 +180,7 @@ def marked(played: EpisodeRows) -> EpisodeRows:
 
 
 def turn_row(row: TokenSequence) -> TokenSequence:
-    """Return a row, with one more token, that is marked where turns start and at the tokens after them."""
+    """Return a row with one more token, marked at the first token of each turn and the first one after it."""
     mask = np.append(row.loss_mask, np.float32(0.0))
     marks = (np.diff(mask, prepend=np.float32(0.0)) != 0).astype(np.float32)
     return replace(

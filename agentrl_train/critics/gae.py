@@ -1,8 +1,9 @@
 """Generalized advantage estimation (arXiv 1506.02438): rewards and values -> advantages of tokens.
 
 Pure functions of numpy arrays, float64. An episode is given by the rewards of its turns [U], the values of
-its tokens [T] and the numbers of their turns [T], -1 where the policy did not sample the token. The value of
-a token is that of the state before it. Tokens that were not sampled have no value and are skipped::
+its tokens [T] and the numbers of their turns [T]. The number is -1 if the policy did not sample the token.
+The value of a token is the value of the state before it. Tokens that were not sampled have no value and are
+skipped::
 
     tokens      o  a  a  o  o  a  a           turns   -1  0  0  -1  -1  1  1
 
@@ -36,8 +37,8 @@ def gae(
         rewards: reward after each action, [n].
         values: value of the state before each action, [n].
         gamma: discount of an action.
-        lam: weight of longer returns; 0 is the one-step difference, 1 the return minus the value.
-        bootstrap: value of the state after the last action; 0 where the episode terminated.
+        lam: weight of longer returns. 0 is the one-step difference, and 1 is the return minus the value.
+        bootstrap: value of the state after the last action; 0 if the episode terminated.
     """
     found, after, running = np.zeros(len(rewards)), bootstrap, 0.0
     for t in reversed(range(len(rewards))):
@@ -55,7 +56,7 @@ def token_gae(
     token_gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Values:
-    """Return the advantages of tokens as actions; the reward of a turn comes after its last token."""
+    """Return the advantages of tokens as actions. The reward of a turn comes after its last token."""
     places = _places(turns, rewards)
     earned, found = np.zeros(len(turns)), np.zeros(len(turns))
     earned[places.ends] = places.rewards
@@ -75,7 +76,7 @@ def turn_gae(
 ) -> Values:
     """Return the advantages of turns as actions, on every token of the turn (Turn-PPO, arXiv 2512.17008).
 
-    The value of a turn is that of its first token.
+    The value of a turn is the value of its first token.
     """
     places = _places(turns, rewards)
     by_turn = gae(places.rewards, values[places.starts], gamma=gamma, lam=lam, bootstrap=bootstrap)
@@ -96,8 +97,8 @@ def bi_level_gae(
 ) -> Values:
     """Return advantages of turns, spread over the tokens of each turn (RAGEN, arXiv 2504.20073).
 
-    The advantages of turns are estimated between their last tokens, with ``gamma``. Then each turn is an
-    episode of its tokens, with ``token_gamma``, whose reward is the advantage plus the value of its last
+    The advantages of turns are estimated between their last tokens, with ``gamma``. Then each turn is treated
+    as an episode of its tokens, with ``token_gamma``. Its reward is the advantage plus the value of its last
     token.
     """
     places = _places(turns, rewards)
@@ -115,8 +116,8 @@ def bi_level_gae(
 def estimate(estimator: Estimator, trajectory: Trajectory, rewards: Values, values: Values) -> Values:
     """Return the advantages of the sampled tokens of a trajectory.
 
-    Nothing follows an episode that terminated. After an episode that a limit ended, the value of its last
-    token is used, the last state that the critic knows.
+    The value after a terminated episode is 0. After an episode that a limit ended, it is the value of its
+    last token, which is the last state that the critic has seen.
 
     Args:
         estimator: computes the advantages of an episode.
@@ -158,8 +159,8 @@ def _sizes(trajectory: Trajectory) -> Numbers:
 def fit_metrics(values: Values, returns: Values) -> dict[str, float]:
     """Return metrics of the values before an update, and of the returns that the critic learns.
 
-    ``explained_variance`` is ``1 - Var(returns - values) / Var(returns)``: 1 if the values are exact, 0 if
-    they are as good as the mean return.
+    ``explained_variance`` is ``1 - Var(returns - values) / Var(returns)``. It is 1 if the values are exact,
+    and 0 if they are only as good as the mean return.
     """
     variance = float(returns.var())
     return {
@@ -170,18 +171,18 @@ def fit_metrics(values: Values, returns: Values) -> dict[str, float]:
 
 
 class _Places(NamedTuple):
-    """Places of sampled tokens in a row, and the turns that have some."""
+    """Positions of sampled tokens in a row, and the turns that have such tokens."""
 
     sampled: Numbers
-    """Places of the sampled tokens, by turn, [n]."""
+    """Positions of the sampled tokens, by turn, [n]."""
     turns: Numbers
-    """Turn of each of them, numbered without gaps, [n]."""
+    """Turn of each sampled token, numbered without gaps, [n]."""
     starts: Numbers
-    """Place of the first token of each turn, [m]."""
+    """Position of the first token of each turn, [m]."""
     ends: Numbers
-    """Place of the last token of each turn, [m]."""
+    """Position of the last token of each turn, [m]."""
     rewards: Values
-    """Rewards of the turns, with those of turns without tokens after them, [m]."""
+    """Rewards of the turns, including the rewards of following turns without tokens, [m]."""
 
 
 def _places(turns: Numbers, rewards: Values) -> _Places:

@@ -1,7 +1,7 @@
-"""Critics: language models that judge states or turns, beside the policy.
+"""Critics: language models that evaluate states or turns for the policy.
 
-They are ``Learner``s: packed rows, micro-batches, optimizer and update checks are the same. Where the head
-has values in place of the vocabulary, that of a marked token is read from the hidden state before it.
+They are ``Learner``s: packed rows, micro-batches, optimizer and update checks are the same. If the head
+outputs values instead of logits, the value of a marked token is read from the hidden state before it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEAD_STD = 0.02
-"""Standard deviation of the weights of a head with several outputs, so that these differ."""
+"""Standard deviation of the weights of a head with several outputs, so that the outputs differ."""
 
 
 class ValueScorer(Scorer):
-    """A causal language model whose head has one output."""
+    """A causal language model with a single output as its head."""
 
     def forward(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return the values before the N marked tokens of a micro-batch, [N], by rows, and zeros."""
@@ -40,12 +40,12 @@ class ValueScorer(Scorer):
 
 
 class TwinScorer(Scorer):
-    """A causal language model whose head has four outputs: V of both twins, and Q of both."""
+    """A causal language model with four outputs as its head: V and Q of both twins."""
 
     def forward(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return V before the first, third ... marked token of each sequence and Q before the others.
 
-        They are [N, 2], by rows, with zeros. Each sequence has an even number of marked tokens.
+        They are [N, 2], by rows, and zeros. Each sequence has an even number of marked tokens.
         """
         hidden, _ = hidden_before(self.model, micro)
         values, actions = self.model.get_output_embeddings()(hidden).float().split(2, dim=-1)
@@ -55,7 +55,7 @@ class TwinScorer(Scorer):
 
 
 class Critic(Learner):
-    """A learner in one process whose parameters no engine reads: they are part of its state."""
+    """A learner in one process. No engine reads its parameters, so they are part of its state."""
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the training state, parameters included."""
@@ -76,14 +76,14 @@ class Critic(Learner):
 class ValueCritic(Critic):
     """Learns the values of states.
 
-    Its rows have values in place of log-probabilities: the ``logprobs`` of a row are the values before the
-    update, its ``advantages`` the returns that they are to become. ``step`` fits them.
+    Its rows have values instead of log-probabilities: the ``logprobs`` of a row are the values before the
+    update, and its ``advantages`` are the target returns. ``step`` fits the values to the targets.
 
     Args:
-        model: policy whose head is replaced.
+        model: the policy. Its head is replaced.
         objective: loss of the values.
-        outputs: outputs of the head. A single one begins at 0.
-        **options: other arguments of ``Learner``, but for a loss and a mesh: a critic is in one process.
+        outputs: number of outputs of the head. A single output starts at 0.
+        **options: other arguments of ``Learner``, except a loss and a mesh. A critic is in one process.
     """
 
     _scorer_type: type[Scorer] = ValueScorer
@@ -103,15 +103,15 @@ class ValueCritic(Critic):
 
 
 class TwinCritic(ValueCritic):
-    """Learns twin values of states and of turns, towards those of target networks that follow (ArCHer).
+    """Learns twin values of states and of turns, with slowly updated target networks (ArCHer).
 
-    Its rows are marked (``loss_mask``) where a turn begins and where it has ended, alternately: the values
-    before these tokens are V(s) and Q(s, a). The ``logprobs`` and the ``advantages`` of a row are what the
-    values of the first and of the second twin are to become.
+    Its rows are marked (``loss_mask``) alternately at the first token of a turn and at the first token after
+    it. The values before these tokens are V(s) and Q(s, a). The ``logprobs`` and the ``advantages`` of a row
+    are the targets of the first and of the second twin.
 
     Args:
-        model: policy whose head is replaced by four outputs, drawn from a fixed seed.
-        target_rate: share of the difference by which the target networks follow in an update.
+        model: the policy. Its head is replaced by four outputs, drawn from a fixed seed.
+        target_rate: share of the difference by which the target networks move in each update.
         **options: arguments of ``ValueCritic``.
     """
 
@@ -128,7 +128,7 @@ class TwinCritic(ValueCritic):
         return self._scores(self._scorer, sequences, shape=(2,))
 
     def target_values(self, sequences: Sequence[TokenSequence]) -> list[FloatArray]:
-        """Return the same of the target networks."""
+        """Return the values of the target networks in the same form."""
         return self._scores(self._target_scorer, sequences, shape=(2,))
 
     def _update(
@@ -145,11 +145,11 @@ class TwinCritic(ValueCritic):
 
 
 class PrivilegedCritic(Critic):
-    """A language model that sees privileged information, beside a reference without it (SWEET-RL).
+    """A language model that sees privileged information, and a reference without it (SWEET-RL).
 
     Args:
-        model: initial policy; the reference stays as it is.
-        **options: arguments of ``Learner``, but for a mesh, a loss and a reference.
+        model: initial policy. The reference does not change.
+        **options: arguments of ``Learner``, except a mesh, a loss and a reference.
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
@@ -164,7 +164,7 @@ class PrivilegedCritic(Critic):
 
 
 def give_head(model: PreTrainedModel, *, outputs: int = 1) -> None:
-    """Replace the head of a model by one with some outputs: a single one begins at 0, several are random."""
+    """Replace the head of a model by some outputs. A single output starts at 0, several are random."""
     old = model.get_output_embeddings()
     place = {"device": old.weight.device, "dtype": old.weight.dtype}
     head = nn.utils.skip_init(nn.Linear, old.weight.shape[1], outputs, **place)  # draws no random numbers

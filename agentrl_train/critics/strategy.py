@@ -20,7 +20,7 @@ T = TypeVar("T")
 Shape = Callable[[TrajectoryGroup], Shaped]
 """Subtracts the penalties from the rewards of a group."""
 Select = Callable[[Sequence[Values]], "list[Values | None]"]
-"""Normalizes the advantages of the tokens of each trajectory; None for one that is not trained on."""
+"""Normalizes the advantages of the tokens of each trajectory. None for trajectories not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class EpisodeRows:
 
     groups: Sequence[TrajectoryGroup]
     shaped: Sequence[Shaped]
-    """Rewards of each group, less the penalties."""
+    """Rewards of each group minus the penalties."""
     rows: Sequence[TokenSequence]
     """One row for each segment with sampled tokens."""
 
@@ -54,14 +54,14 @@ class EpisodeRows:
         return [[next(entries) for _ in group.trajectories] for group in self.groups]
 
     def by_trajectory(self, values: Sequence[Values]) -> list[Values]:
-        """Join entries of the sampled tokens of each row to those of each trajectory."""
+        """Join the entries for sampled tokens of each row into entries of each trajectory."""
         parts: list[list[Values]] = [[] for _ in self.trajectories]
         for i, part in zip(self.owners, values, strict=True):
             parts[i].append(part)
         return [np.concatenate(part or [np.zeros(0)]) for part in parts]
 
     def by_row(self, values: Sequence[Values]) -> list[Values]:
-        """Split entries of the sampled tokens of each trajectory into those of each row."""
+        """Split the entries for sampled tokens of each trajectory into entries of each row."""
         rest, parts = list(values), []
         for i, row in zip(self.owners, self.rows, strict=True):
             part, rest[i] = np.split(rest[i], [int(row.loss_mask.sum())])
@@ -69,7 +69,7 @@ class EpisodeRows:
         return parts
 
     def with_advantages(self, advantages: Sequence[Values | None]) -> list[TokenSequence]:
-        """Return the rows with these advantages of tokens, without the trajectories that have None."""
+        """Return the rows with these advantages of tokens. Trajectories with None are omitted."""
         values = self.by_row([np.zeros(0) if one is None else one for one in advantages])
         return [
             replace(row, advantages=spread(value, row))
@@ -79,30 +79,30 @@ class EpisodeRows:
 
 
 class Fit(Protocol):
-    """Updates the critic with rows, whose tokens have equal weight, and returns metrics."""
+    """Updates the critic with rows, with equal weights for all tokens, and returns metrics."""
 
     def __call__(
         self, rows: Sequence[TokenSequence], passes: Iterable[int], *, minibatches: int | None = None
     ) -> dict[str, float]:
-        """Learn the rows once in each of the passes with these numbers; raises ``BadUpdate``."""
+        """Learn the rows once in each of the passes with these numbers. Raises ``BadUpdate``."""
         ...
 
 
 class Strategy(ABC):
-    """A method of credit by a critic: advantages from its estimates, and the targets that it learns."""
+    """A method of credit by a critic: advantages from its estimates, and its training targets."""
 
     critic: Critic
 
     @abstractmethod
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
-        """Return the rows that the policy is trained on, with advantages of tokens.
+        """Return the rows to train the policy on, with advantages of tokens.
 
         Keeps the estimates of the critic for ``learn``.
         """
 
     @abstractmethod
     def learn(self, fit: Fit, *, step: int) -> dict[str, float]:
-        """Update the critic with the episodes of the last call of ``rows``; return metrics."""
+        """Update the critic with the episodes of the last call of ``rows``, and return metrics."""
 
     def parts(self) -> list[Part]:
         """Return copies of the state, for the critic's folder of a checkpoint."""

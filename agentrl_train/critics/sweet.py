@@ -1,9 +1,9 @@
-"""SWEET-RL (arXiv 2503.15478): a critic of turns that sees privileged information, from preferences.
+"""SWEET-RL (arXiv 2503.15478): a critic of turns with privileged information, trained on preferences.
 
 The critic is a language model. The advantage of a turn is the mean over its tokens of the log-ratio of the
 critic, which sees the information, to a reference, which does not. The critic learns to order sibling
 trajectories by their returns. With ``pairs`` it ranks completions of a turn, and the policy learns
-from pairs of them by DPO.
+from pairs of these completions by DPO.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.types import FloatArray, TokenSequence, Trajectory
 
 PREFIX = "In light of what is known about this task:\n"
-"""Text in front of the privileged information."""
+"""Text before the privileged information."""
 UPDATE_METRICS = ("critic_grad_norm", "critic_tokens", "critic_seconds")
 """Reported metrics of an update. Its loss is omitted: only the gradient of the loss has a meaning."""
 
 
 def turn_means(log_ratios: Values, turns: NDArray[np.int64], *, count: int) -> Values:
-    """Return the mean log-ratio of the tokens of each of ``count`` turns, 0 for turns without tokens.
+    """Return the mean log-ratio of the tokens of each of ``count`` turns, or 0 for turns without tokens.
 
     ``turns`` are the numbers of the tokens' turns, [n]. A long turn weighs as much as a short one.
     """
@@ -45,8 +45,8 @@ def drawn_pairs(advantages: Values, *, count: int, generator: np.random.Generato
     """Return pairs of a better and a worse completion of a turn, drawn from the halves of their ranking.
 
     Args:
-        advantages: of the completions, [n]; equal ones keep their order.
-        count: number of pairs; none of fewer than two completions.
+        advantages: advantages of the completions, [n]. Equal ones keep their order.
+        count: number of pairs. There are no pairs for fewer than two completions.
         generator: draws the pairs, with replacement.
     """
     order = np.argsort(-advantages, kind="stable")
@@ -64,7 +64,7 @@ def preference_loss(scores: Values, returns: Values, *, beta: float) -> tuple[fl
 
     Args:
         scores: S of each trajectory of a group, [N].
-        returns: their returns, [N]; those that differ by rounding are no pair.
+        returns: their returns, [N]. Returns that differ only by rounding do not form a pair.
         beta: steepness.
     """
     differences = returns[:, None] - returns[None, :]
@@ -85,8 +85,9 @@ def dpo(
 ) -> tuple[float, Values]:
     """Return the mean loss of pairs, and its gradient by the log-probability of a token of each completion.
 
-    The loss of a pair is ``-log sigmoid(beta (S_better - S_worse))``, DPO (arXiv 2305.18290), less the mean
-    log-probability of the better one's tokens times ``likelihood``, which is in the gradient alone.
+    The loss of a pair is ``-log sigmoid(beta (S_better - S_worse))``, DPO (arXiv 2305.18290), minus the mean
+    log-probability of the better completion's tokens times ``likelihood``. The latter is only in the
+    gradient.
 
     Args:
         scores: sums over the tokens of the log-ratio of the policy to the reference, [n].
@@ -105,7 +106,7 @@ def dpo(
 
 
 class PreferenceStrategy(Strategy):
-    """Learns from pairs of sibling trajectories, with the privileged information in front of their rows."""
+    """Learns from pairs of sibling trajectories, with the privileged information before their rows."""
 
     critic: PrivilegedCritic
 
@@ -124,14 +125,15 @@ class PreferenceStrategy(Strategy):
         self._shown = EpisodeRows(groups=(), shaped=(), rows=())
         """The episodes of the last ``rows``, with the privileged information."""
         self._reference: Sequence[Values] = ()
-        """Log-probabilities of their sampled tokens under the reference, which does not see it."""
+        """Log-probabilities of their sampled tokens under the reference, which does not see the
+        information."""
         self._metrics: dict[str, float] = {}
         """Metrics of the pairs of completions."""
 
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
-        """Return rows in which the tokens of a turn have its advantage.
+        """Return rows in which all tokens of a turn have its advantage.
 
-        With ``pairs`` they are the completions of the pairs instead, with the policy gradient of DPO.
+        With ``pairs`` the rows are the completions of the pairs instead, with the policy gradient of DPO.
 
         Raises:
             ConfigError: a sample has no privileged information.
@@ -160,7 +162,7 @@ class PreferenceStrategy(Strategy):
         return self._metrics | metrics
 
     def preferences(self) -> tuple[list[TokenSequence], dict[str, float]]:
-        """Return rows with the policy gradient of the loss of preferences, and metrics of the pairs.
+        """Return rows with the policy gradient of the preference loss, and metrics of the pairs.
 
         The gradient of the loss by the log-probability of a token is the gradient by the score of its
         trajectory, divided by the tokens of its turn. The advantage of the token is its negative.
@@ -237,13 +239,13 @@ class PreferenceStrategy(Strategy):
         ]
 
     def with_information(self, played: EpisodeRows) -> EpisodeRows:
-        """Return the trajectories with the privileged information in front of their rows."""
+        """Return the trajectories with the privileged information before their rows."""
         trajectories = played.trajectories
         rows = [self._behind(trajectories[i], row) for i, row in zip(played.owners, played.rows, strict=True)]
         return replace(played, rows=rows)
 
     def _behind(self, trajectory: Trajectory, row: TokenSequence) -> TokenSequence:
-        """Return a row behind the privileged information of its trajectory, which was not sampled."""
+        """Return a row after the privileged information of its trajectory, which was not sampled."""
         ids = np.array(self._encode(privileged_text(trajectory)), np.int64)
         zeros = np.zeros(len(ids), np.float32)
         return replace(
@@ -258,12 +260,12 @@ class PreferenceStrategy(Strategy):
 
 
 def privileged_text(trajectory: Trajectory) -> str:
-    """Return the text that the critic is shown; raises ``ConfigError`` if the sample has none."""
+    """Return the text to show to the critic. Raises ``ConfigError`` if the sample has none."""
     held = trajectory.privileged
     if not isinstance(held, Mapping) or not held:
         raise ConfigError(
-            f"credit 'sweet' shows its critic what a sample holds as data['privileged'], and samples of task "
-            f"{trajectory.sample.task!r} hold nothing there: use another credit for this task"
+            f"credit 'sweet' shows data['privileged'] of a sample to its critic, but samples of task "
+            f"{trajectory.sample.task!r} have no such data: use another credit for this task"
         )
     texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in held.items()}
     return PREFIX + "".join(f"{name}: {text}\n" for name, text in texts.items())

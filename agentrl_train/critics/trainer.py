@@ -1,4 +1,4 @@
-"""Training of a critic, whatever its strategy: advantages for the policy, then the critic's update."""
+"""Training of a critic with any strategy: advantages for the policy, then the critic's update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORTED = {
     "loss_tokens": "critic_tokens",
     "seconds": "critic_seconds",
 }
-"""Metrics of the critic's updates, and their names among the metrics of a step."""
+"""Metrics of the critic's updates, and their names in the metrics of a step."""
 
 
 class CriticTrainer:
@@ -64,7 +64,7 @@ class CriticTrainer:
         return step <= self._settings.warmup_steps
 
     def rows(self, groups: Sequence[TrajectoryGroup]) -> list[TokenSequence]:
-        """Return the rows that the policy is trained on, with advantages of tokens.
+        """Return the rows to train the policy on, with advantages of tokens.
 
         Raises:
             ConfigError: the strategy does not support the episodes of a task.
@@ -74,7 +74,7 @@ class CriticTrainer:
         return self.strategy.rows(played, partial(self._select, played))
 
     def learn(self, *, step: int) -> dict[str, float]:
-        """Update the critic with the episodes of the last call of ``rows``; return metrics.
+        """Update the critic with the episodes of the last call of ``rows``, and return metrics.
 
         Raises:
             BadUpdate: an update was rejected.
@@ -128,14 +128,14 @@ def critic_trainer(
     encode: Callable[[str], Sequence[int]],
     seed: int = 0,
 ) -> CriticTrainer | None:
-    """Return the trainer of a critic, with the strategy that fits its kind; None without a critic.
+    """Return the trainer of a critic with the strategy for its kind, or None without a critic.
 
     Args:
-        critic: the model that is trained.
+        critic: the model to train.
         settings: credit by the critic.
         algorithm: normalization and penalties.
         train: sizes of batches.
-        max_context: tokens of an episode, at most.
+        max_context: maximum number of tokens of an episode.
         encode: tokenizes privileged information.
         seed: seed of the run.
     """

@@ -33,9 +33,9 @@ class ValueStrategy(Strategy):
         self._targets: Sequence[TokenSequence] = ()
 
     def rows(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
-        """Return rows whose tokens have advantages of their own.
+        """Return rows in which every token has its own advantage.
 
-        The returns that the critic learns are not normalized, and include trajectories that the policy is
+        The returns that the critic learns are not normalized. They include trajectories that the policy is
         not trained on.
         """
         before = self.critic.values(played.rows)
@@ -49,7 +49,7 @@ class ValueStrategy(Strategy):
         return played.with_advantages(select(advantages))
 
     def learn(self, fit: Fit, *, step: int) -> dict[str, float]:
-        """Fit the values to the returns; metrics compare the values before the update with the returns."""
+        """Fit the values to the returns. Metrics compare the values before the update with the returns."""
         rows = self._targets
         values = np.concatenate(sampled([row.logprobs for row in rows], rows))
         returns = np.concatenate(sampled([row.advantages for row in rows], rows))

@@ -1,4 +1,4 @@
-"""What learner and engines compute of a model themselves, and the tensors of its checkpoints.
+"""Parts of a model that learner and engines compute themselves, and the tensors of its checkpoints.
 
 Architectures differ in the tokens that each kind of layer attends to, and in the scaling and capping of the
 logits. On a CPU, an engine multiplies by weights in the processor's own layout.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LARGE_LOGIT = 100.0
-"""Size of the logits that ``check_head`` tries: capping changes large logits only."""
+"""Size of the logits in ``check_head``. Capping changes only large logits."""
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the kind of each layer, such as "full_attention" and "sliding_attention".
 
-    Configurations without ``layer_types`` have windows in every layer or in none.
+    Configurations without ``layer_types`` have windows in all layers or in no layer.
     """
     config = config.get_text_config()
     uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
@@ -45,24 +45,24 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the argument of a model's body that takes the key/value cache."""
+    """Return the name of the argument for the key/value cache of a model's body."""
     # transformers renamed "past_key_values" in 5.24.
     parameters = inspect.signature(model.base_model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
 
 
 def has_masks(model: PreTrainedModel) -> bool:
-    """Return whether ``visible`` determines what every layer sees."""
+    """Return True if ``visible`` determines the mask of every layer."""
     return layer_kinds(model) <= {FULL, SLIDING, CHUNKED}
 
 
 def visible(config: PreTrainedConfig, kind: str, seen: Tensor, *, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return what of ``seen`` a layer of this kind attends to.
+    """Return the part of ``seen`` that a layer of this kind attends to.
 
     Args:
         config: text configuration of the model.
         kind: kind of the layer.
-        seen: true where a layer with full attention sees a key, of the shape of ``queries - keys``.
+        seen: mask of a layer with full attention, with the shape of ``queries - keys``.
         queries: positions of the queries in their sequences.
         keys: positions of the keys in their sequences.
     """
@@ -76,7 +76,7 @@ def visible(config: PreTrainedConfig, kind: str, seen: Tensor, *, queries: Tenso
 
 
 def reach(config: PreTrainedConfig, kind: str) -> float:
-    """Return the length up to which a layer of this kind attends as one with full attention does."""
+    """Return the length up to which a layer of this kind is equal to a layer with full attention."""
     if kind == SLIDING:
         return int(config.sliding_window)
     return int(config.attention_chunk_size) if kind == CHUNKED else math.inf
@@ -85,7 +85,7 @@ def reach(config: PreTrainedConfig, kind: str) -> float:
 def hiding(
     config: PreTrainedConfig, kind: str, *, queries: Tensor, keys: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return a mask to be added to the scores of a layer: -inf where a query does not see a key.
+    """Return a mask to add to the scores of a layer, with -inf if a query does not see a key.
 
     Args:
         config: text configuration of the model.
@@ -99,7 +99,7 @@ def hiding(
 
 
 FEW_QUERIES = 64
-"""Queries of a sequence up to which grouped heads are faster; masks of more are costly to repeat."""
+"""Grouped heads are faster up to this number of queries of a sequence. Larger masks are costly to repeat."""
 
 
 def attend(
@@ -119,11 +119,12 @@ def attend(
         query: [rows, heads, queries, dim].
         key: [rows, heads or fewer, keys, dim].
         value: like ``key``.
-        mask: to be added to the scores; None is no mask.
-        is_causal: whether each query sees the keys up to its own only, of as many; needs no mask.
+        mask: added to the scores; None means no mask.
+        is_causal: True if each query sees only the keys up to its own position. Needs as many keys and no
+            mask.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
-        sinks: share of each head that attends to nothing (gpt-oss).
+        sinks: logit of each head for attending to no key (gpt-oss).
     """
     if softcap is None and sinks is None:
         grouped = query.shape[1] != key.shape[1]
@@ -157,10 +158,10 @@ def attend(
 def _attend_in_groups(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Return what ``attend`` does, with the query heads of a key head as further queries of it.
+    """Like ``attend``, but treat the query heads of a key head as additional queries.
 
-    The kernel of a CPU reads the keys once for each query head if it is told to share them (``enable_gqa``),
-    and multiplies bfloat16 row by row: with one query a sequence it takes up to seven times as long.
+    With shared keys (``enable_gqa``), the kernel of a CPU reads the keys once for each query head and
+    multiplies bfloat16 row by row. With one query per sequence it takes up to seven times as long.
     """
     rows, heads, width, dim = query.shape
     shared = heads // key.shape[1]
@@ -172,24 +173,24 @@ def _attend_in_groups(
 
 
 PACKED_ROWS = 32
-"""Rows of the passes that the layout is made for; others can use it too."""
+"""Number of rows that the layout is optimized for. Passes with other numbers can also use it."""
 SMALLEST_PACKED_LAYER = 2**16
-"""Weights of the smallest layer that is packed."""
+"""Number of weights of the smallest layer to pack."""
 SMALLEST_PACKED_MODEL = 2**24
 """Least number of weights in linear layers to try packing. The weights of smaller models stay in caches."""
 TRIED_WEIGHTS = 2**22
-"""Weights of the product that is measured, more than the caches of a core hold."""
+"""Number of weights in the measured product, which is more than the caches of a core can hold."""
 LEAST_GAIN = 1.15
-"""Times that a packed product must be faster."""
+"""A packed product must be faster by this factor."""
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with a packed copy of its weight. ``repack`` follows each change of the weight."""
+    """A linear layer with a packed copy of its weight. Call ``repack`` after each change of the weight."""
 
     packed: Tensor
 
     def repack(self) -> None:
-        """Pack the present weight."""
+        """Pack the current weight."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_ROWS)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack the linear layers of a model on a CPU, which takes the memory of their weights once more."""
+    """Pack the linear layers of a model on a CPU, which needs the memory of their weights a second time."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.numel() >= SMALLEST_PACKED_LAYER:
             module.__class__ = PackedLinear
@@ -206,14 +207,14 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def repack_weights(model: nn.Module) -> None:
-    """Pack the weights of a model anew, as far as they are packed."""
+    """Pack the weights of the packed layers of a model again."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.repack()
 
 
 def packing_pays(model: nn.Module) -> bool:
-    """Measure, within a second, whether this processor multiplies the packed layers of a model faster."""
+    """Measure within a second if this processor multiplies the packed layers of a model faster."""
     weights = [module.weight.detach() for module in model.modules() if type(module) is nn.Linear]
     if sum(weight.numel() for weight in weights) < SMALLEST_PACKED_MODEL or not _packable(weights[0]):
         return False
@@ -222,7 +223,7 @@ def packing_pays(model: nn.Module) -> bool:
     rows = torch.randn(PACKED_ROWS, weight.shape[1], dtype=weight.dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-    except RuntimeError:  # bfloat16 on a processor that does not multiply it
+    except RuntimeError:  # bfloat16 on a processor that cannot multiply it
         return False
     plain_s = _fastest_s(lambda: nn.functional.linear(rows, weight))
     return plain_s > LEAST_GAIN * _fastest_s(lambda: _packed_product(rows, packed, None))
@@ -244,7 +245,7 @@ def _packable(weight: Tensor) -> bool:
 
 
 def _fastest_s(product: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some products, which other load disturbs least."""
+    """Return the seconds of the fastest of some products, which is least disturbed by other load."""
     seconds = []
     for _ in range(6):
         started = time.perf_counter()
@@ -270,8 +271,8 @@ def read_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def check_head(model: PreTrainedModel) -> None:
     """Raise ``ValueError`` if the logits of a model are not ``read_logits`` of its body.
 
-    Random numbers take the place of the body and of the head, those of the latter as large as logits can be,
-    so that the result does not depend on the weights, which need not be there.
+    Random numbers replace the outputs of the body and of the head, so that the result does not depend on the
+    weights, which do not have to be loaded. The numbers of the head are as large as logits can be.
     """
     if model.base_model is model:
         raise ValueError(
@@ -309,7 +310,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 @dataclass
 class _Output(ModelOutput):
-    """The output of a body; what it does not have is None."""
+    """The output of a body. Missing attributes are None."""
 
     last_hidden_state: Tensor | None = None
 
@@ -319,7 +320,7 @@ class _Output(ModelOutput):
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that belong into a checkpoint, such as the biases of a router."""
+    """Return the buffers that belong in a checkpoint, such as the biases of a router."""
     stored = model.state_dict().keys()
     return {name: value for name, value in model.named_buffers() if name in stored}
 
@@ -337,7 +338,7 @@ class CheckpointNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.buffers = list(persistent_buffers(model))
-        """Names of tensors of the checkpoint that are not trained; engines keep their dtype."""
+        """Names of tensors of the checkpoint that are not trained. Engines keep their dtype."""
         shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
         self._sources: dict[str, list[str]] = {}
         for _, names in groupby(shapes, key=layer_of):
@@ -346,7 +347,7 @@ class CheckpointNames:
             self._sources |= dict.fromkeys(separate, joined)
         self._plain = list(shapes) == list(self._sources) and not self.buffers
         self.separated = {name.split(".")[-2] for name in self._sources.keys() - shapes.keys()}
-        """Names of layers that are separate in a checkpoint only, such as ``gate_proj`` of experts."""
+        """Names of layers that are separate only in a checkpoint, such as ``gate_proj`` of experts."""
 
     def __call__(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a view of ``state``, a name -> parameter mapping, with the names of a checkpoint."""
@@ -357,7 +358,7 @@ class CheckpointNames:
 
 
 class _Converted(Mapping[str, Tensor]):
-    """The tensors of a checkpoint; the last converted layer is kept."""
+    """The tensors of a checkpoint. Keeps the last converted layer."""
 
     def __init__(
         self,
@@ -382,7 +383,7 @@ class _Converted(Mapping[str, Tensor]):
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._buffers  # first, where wider numbers are aligned in a file
+        yield from self._buffers  # first, so that wider numbers are aligned in a file
         yield from self._sources
 
     def __len__(self) -> int:

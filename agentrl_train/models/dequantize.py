@@ -24,7 +24,7 @@ SAME_HEAD = 0.1
 Q5_0 and Q8_0 of one matrix differ by 0.04, Q2_K and Q6_K by less than 0.1, two matrices by about 1.4.
 """
 MAX_REASON = 1_000
-"""Characters of the library's error message that are kept."""
+"""Maximum number of characters of the library's error message to keep."""
 
 
 class Part(Protocol):
@@ -103,7 +103,7 @@ def _load(file: Path) -> tuple[PreTrainedModel, Any]:
 
 @torch.no_grad()
 def _tie_equal_head(model: PreTrainedModel) -> None:
-    """Tie head and embedding if they were one matrix before quantization; the head has more bits."""
+    """Tie head and embedding if they were one matrix before quantization. The head has more bits."""
     if model.config.tie_word_embeddings:
         return
     embedding = cast(torch.Tensor, model.get_input_embeddings().weight)
@@ -114,7 +114,7 @@ def _tie_equal_head(model: PreTrainedModel) -> None:
     if difference > SAME_HEAD:
         return
     logger.warning(
-        "the head equals the embedding but for quantization (relative difference %.3f): tied, as in the "
+        "the head equals the embedding except for quantization (relative difference %.3f): tied, as in the "
         "original model",
         difference,
     )

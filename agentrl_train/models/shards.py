@@ -1,6 +1,6 @@
 """Sharded tensors on disk: a safetensors file of each rank, read by any number of ranks.
 
-A file holds the rank's part of each tensor, and in its header where that part begins in the whole tensor.
+A file holds the rank's part of each tensor. Its header has the position of each part in the whole tensor.
 Tensors that are not sharded are in the file of rank 0.
 """
 
@@ -68,12 +68,12 @@ class Shards:
                 mine[_slices(low, begin, sizes)].copy_(read)
                 missing -= read.numel()
         if missing > 0:
-            raise CheckpointError(f"the checkpoint has not all of {name}, in the shape {list(like.shape)}")
+            raise CheckpointError(f"the checkpoint does not have all of {name} in shape {list(like.shape)}")
 
 
 @contextmanager
 def open_shards(folder: Path) -> Iterator[Shards]:
-    """Open the shards in a folder. Raises CheckpointError where they are missing or malformed."""
+    """Open the shards in a folder. Raises CheckpointError if they are missing or malformed."""
     with ExitStack() as stack:
         try:
             files = {
@@ -86,12 +86,12 @@ def open_shards(folder: Path) -> Iterator[Shards]:
                 f"{folder} cannot be read ({error}): resume from an older checkpoint"
             ) from error
         if not files:
-            raise CheckpointError(f"{folder} has no state that this version reads: start the run anew")
+            raise CheckpointError(f"{folder} has no state that this version can read: start a new run")
         yield shards
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise RuntimeError on every rank of a group if one of them has an error, which is its cause there."""
+    """Raise RuntimeError on every rank of a group if one rank has an error, which is the cause there."""
     text = torch.zeros(1024, dtype=torch.uint8)
     if error is not None:
         said = f"{type(error).__name__}: {error}".encode()[: text.numel()]

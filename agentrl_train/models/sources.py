@@ -1,4 +1,4 @@
-"""Sources of a model: a folder, a GGUF file, a Python package, or a name; each becomes a local folder.
+"""Sources of a model: a folder, a GGUF file, a Python package, or a name. Each becomes a local folder.
 
 GGUF files are dequantized once, into a folder of the cache that their checksum names.
 """
@@ -31,11 +31,11 @@ from agentrl_train.storage.atomic_io import is_disk_full, sync_file, sync_folder
 logger = logging.getLogger(__name__)
 
 PART = re.compile(r"(?:.*[^a-z])?part[-_.]?(\d+)(?:\.(?:bin|gguf))?", re.IGNORECASE)
-"""Name of a file that holds a numbered part of a GGUF file."""
+"""Name of a file with a numbered part of a GGUF file."""
 
 
 def local_model(source: str | Path) -> str:
-    """Return the folder of a model; the name of a model on the hub stays unchanged.
+    """Return the folder of a model. The name of a model on the hub is returned unchanged.
 
     Args:
         source: a value of ``model.path``: a folder, a GGUF file, ``package:NAME``, the name of a fetched
@@ -72,7 +72,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return a folder of the cache, and build it if it does not exist.
 
     ``build`` fills an empty folder, which is renamed once it is complete and on disk. Other processes that
-    need the same folder wait for it. A killed process leaves a hidden folder, which the next one removes.
+    need the same folder wait for it. A killed process leaves a hidden folder, which the next process removes.
 
     Raises:
         ConfigError: the cache cannot be written, or ``build`` raised this error.
@@ -107,10 +107,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def installed(pattern: str) -> list[Distribution]:
-    """Return the installed packages of a name, in which ``*`` stands for any text.
+    """Return the installed packages with a name. ``*`` in the name stands for any text.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: no package has the name.
     """
     wanted = _normalized(pattern)
     found = {
@@ -168,5 +168,5 @@ def _in_order(numbered: Sequence[tuple[int, Part]], *, name: str) -> list[Part]:
 
 
 def _normalized(name: str) -> str:
-    """Return the name of a package as indexes compare it (PEP 503)."""
+    """Return the normalized name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,7 +1,7 @@
 """Weights of a model in safetensors files, read one layer at a time.
 
-A model on the meta device is given adapters and sharded first. Then every rank reads one layer after another
-and keeps its shards, so that no rank ever holds more of the whole model than one layer.
+A model on the meta device first gets adapters and is sharded. Then every rank reads one layer after another
+and keeps its shards. No rank ever holds more than one whole layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def auto_class(config: Any) -> Any:
 
 
 def require_whole_weights(config: Any) -> None:
-    """Check that the weights of a configuration are numbers that can be trained.
+    """Check that the weights of a configuration can be trained.
 
     Raises:
         ValueError: they are quantized.
@@ -54,17 +54,17 @@ def require_whole_weights(config: Any) -> None:
         settings = quantization if isinstance(quantization, dict) else vars(quantization)
         method = settings.get("quant_method", "an unknown method")
         raise ValueError(
-            f"its weights are quantized ({getattr(method, 'value', method)}), and these cannot be trained: "
+            f"its weights are quantized ({getattr(method, 'value', method)}) and cannot be trained: "
             "choose the model without quantization, or dequantize it first"
         )
 
 
 def require_all_tensors(*, lacking: Collection[str], mismatched: Collection[Any]) -> None:
-    """Check what transformers has found of a model in its files.
+    """Check that transformers has found all tensors of a model in its files.
 
     Args:
-        lacking: names of the tensors that no file has.
-        mismatched: names and both shapes of the tensors of other shapes.
+        lacking: names of the missing tensors.
+        mismatched: names and both shapes of tensors with other shapes.
 
     Raises:
         ValueError: a tensor is missing, or has another shape.
@@ -83,7 +83,7 @@ def require_all_tensors(*, lacking: Collection[str], mismatched: Collection[Any]
 
 
 def safetensors_files(path: str | Path, *, revision: str | None = None) -> list[str]:
-    """Return the safetensors files of a model in a folder or on the hub; empty if it has other files."""
+    """Return the safetensors files of a model in a folder or on the hub. Empty if it has other files."""
     place = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if (found := cached_file(path, SAFE_WEIGHTS_NAME, **place)) is not None:
         return [found]
@@ -103,7 +103,7 @@ class StoredModel:
 
     Raises:
         OSError: the model has no configuration.
-        ValueError: the files lack tensors of the model, or have them in other shapes.
+        ValueError: tensors of the model are missing from the files, or have other shapes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StoredModel:
         require_whole_weights(config)
         self._files = files
         self._empty = _without_weights(config, dtype)
-        with suppress(OSError):  # the model has none of its own
+        with suppress(OSError):  # the model has no generation config
             self._empty.generation_config = GenerationConfig.from_pretrained(
                 path, revision=revision or "main"
             )
@@ -131,7 +131,7 @@ class StoredModel:
         return copy.deepcopy(self._empty)
 
     def layers(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of each layer, and of what is outside the layers, in host memory."""
+        """Yield the tensors of each layer, and the tensors outside the layers, in host memory."""
         with ExitStack() as stack:
             groups: dict[str, dict[str, Any]] = {}
             for file in (stack.enter_context(safe_open(path, framework="pt")) for path in self._files):
@@ -161,7 +161,7 @@ class StoredModel:
             dtype_plan=model._get_dtype_plan(self._dtype),
             weight_mapping=self._conversions,
         )
-        # The first versions of transformers 5 cannot do without a plan of tensor parallelism.
+        # The first versions of transformers 5 require a plan of tensor parallelism.
         accepted = inspect.signature(convert_and_load_state_dict_in_model).parameters
         plan = {"tp_plan": None} if "tp_plan" in accepted else {}
         return convert_and_load_state_dict_in_model(model, dict(tensors), config, **plan)[0]
@@ -175,7 +175,7 @@ class StoredModel:
                 )
 
     def _check(self) -> None:
-        """Convert the shapes alone, to find what is missing and the names that a checkpoint gets."""
+        """Convert only the shapes, to find missing tensors and the names in a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for path in self._files:
             with safe_open(path, framework="pt") as file:
@@ -208,7 +208,7 @@ def fill(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate on a device what is on the meta device, and move the rest there."""
+    """Allocate tensors of the meta device on a device, and move the other tensors there."""
     for value in module.parameters():  # in place, so that tied parameters stay tied
         if value.is_meta:
             empty = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
@@ -217,12 +217,12 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters and the buffers of a checkpoint; tied parameters have all of their names."""
+    """Return the parameters and the buffers of a checkpoint. Tied parameters have all of their names."""
     return dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
 
 
 def _without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model on the meta device, but for the buffers that no file has, such as rotary frequencies."""
+    """Return a model on the meta device, except for buffers that no file has, such as rotary frequencies."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     for name, value in list(model.named_non_persistent_buffers()):

@@ -1,6 +1,6 @@
-"""Rewards of one's own: pieces, a judge, and their combination with the environment's reward.
+"""Custom rewards: pieces, a judge, and their combination with the environment's reward.
 
-A reward is a function of a trajectory, sync or async, that a run names in ``[reward]``::
+A reward is a synchronous or asynchronous function of a trajectory that a run lists in ``[reward]``::
 
     from agentrl_train.reward import answer, repetition, reward
 
@@ -9,7 +9,7 @@ A reward is a function of a trajectory, sync or async, that a run names in ``[re
         return 1.0 - repetition(answer(trajectory).split())
 
 Its value is a score with the name of the function. The scores of an episode, and the environment's own reward
-as ``environment``, are kept by name; ``reward.combine`` makes them the one number that is trained on.
+as ``environment``, are kept by name. ``reward.combine`` combines them into the reward for training.
 """
 
 from agentrl_train.reward.judge import Judge, close_judges

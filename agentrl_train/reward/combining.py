@@ -1,6 +1,6 @@
 """The scores of sibling episodes -> one reward each. Pure functions.
 
-All take the scores by name, [N] each, and the weights by name, and return the N rewards.
+All functions take the scores by name, [N] each, and the weights by name, and return the N rewards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def weighted(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Valu
 
 
 def lowest(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
-    """Return the lowest weighted score: the grader that is satisfied least decides."""
+    """Return the lowest weighted score, so that the least satisfied grader decides."""
     found: Values = _weighted(scores, weights).min(axis=0)
     return found
 
@@ -34,9 +34,10 @@ def highest(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Value
 
 
 def standardized(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
-    """Return the weighted sum of the scores, each with mean 0 and std 1 in the group first (GDPO).
+    """Return the weighted sum of the scores, each normalized to mean 0 and std 1 in the group (GDPO).
 
-    Scores of unlike scale count by their weights alone; one that does not vary in the group adds 0.
+    Only the weights determine the influence of a score, not its scale. A score that does not vary in the
+    group adds 0.
     """
     total = np.zeros(len(next(iter(scores.values()))))
     for name, values in scores.items():
@@ -53,18 +54,19 @@ def adaptive(
     temperature: float = 0.1,
     fair: float = 0.9,
 ) -> Values:
-    """Return the mean of the scores if they agree, else lean towards those that are satisfied least.
+    """Return the mean of the scores if they agree, or else favour the least satisfied scores.
 
     Federated RLHF (arXiv 2512.08786): if the ``fairness`` is at least ``fair``, the reward is the mean over
-    the scores, else ``log(mean_g exp(alpha_g r_g))`` with ``alpha = softmax((1 - h) / temperature)``.
+    the scores. Otherwise it is ``log(mean_g exp(alpha_g r_g))`` with ``alpha = softmax((1 - h) /
+    temperature)``.
 
     Args:
         scores: scores of the siblings by name.
         weights: factors of the scores.
-        alignment: h, how well each score was satisfied so far, from 0 to 1; left out, its mean over the
+        alignment: h, how well each score was satisfied so far, from 0 to 1; by default its mean over the
             siblings.
-        temperature: smaller values give the least satisfied score more of the weight.
-        fair: fairness from which the mean is taken.
+        temperature: smaller values give more weight to the least satisfied score.
+        fair: smallest fairness with which the mean is used.
     """
     values = _weighted(scores, weights)
     if fairness(values) >= fair:
@@ -78,9 +80,9 @@ def adaptive(
 
 
 def fairness(values: Values) -> float:
-    """Return the mean over episodes of ``1 / (1 + CoV^2)`` of their scores, [scores, N]; 1 if all agree.
+    """Return the mean over episodes of ``1 / (1 + CoV^2)`` of their scores, [scores, N]. 1 if all agree.
 
-    CoV is the standard deviation of an episode's scores over their mean.
+    CoV is the standard deviation of an episode's scores divided by their mean.
     """
     squares = np.square(values).mean(axis=0)
     shares = np.divide(values.mean(axis=0) ** 2, squares, out=np.ones_like(squares), where=squares > 0)

@@ -26,35 +26,35 @@ SCORE = rf"(?i)score(?:\s*\([^()]*\))?\W{{0,8}}?({_NUMBER}(?:{_WHOLE})?){_NO_RAN
 _VALUE = re.compile(rf"(?i)\s*({_NUMBER})(?:\s*(?:(%)|(?:/|out\s+of)\s*({_NUMBER})))?\s*")
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)([^{}]*)\}")
 QUOTED = 200
-"""Characters of an answer that an error message quotes."""
+"""Maximum number of quoted characters of an answer in an error message."""
 _open: WeakSet[Judge] = WeakSet()
-"""Judges that have had connections."""
+"""Judges that have opened connections."""
 
 
 class Judge:
-    """Asks a model for a score. Callable from many episodes at a time, on one event loop.
+    """Requests a score from a model. Callable from many episodes at a time, on one event loop.
 
-    Busy or silent endpoints are asked again, with growing pauses (``ChatModel``). Equal requests are answered
-    once: by one request while they are under way, and from ``cache`` afterwards. A call that gets no score
-    raises; its episode is then left out of training.
+    Requests to busy or silent endpoints are retried with growing pauses (``ChatModel``). Equal requests are
+    sent only once. They share the request while it is in progress, and use ``cache`` afterwards. A call that
+    gets no score raises an error, and its episode is then omitted from training.
 
     Args:
         url: base URL of the endpoint, such as ``http://127.0.0.1:8000/v1``.
         model: name of the model.
-        prompt: the message to the model, with fields in braces, as for ``str.format``; other braces, such as
-            those of a JSON example, stay as they are. It must ask for a score from ``low`` to ``high`` in the
-            form of ``pattern``.
-        low: score that becomes 0.
-        high: score that becomes 1.
-        pattern: regular expression with the score as its group; its last match in the answer counts. The
+        prompt: the message to the model, with fields in braces, as for ``str.format``. Other braces, for
+            example in a JSON example, are not changed. It must request a score from ``low`` to ``high`` in
+            the form of ``pattern``.
+        low: score that is scaled to 0.
+        high: score that is scaled to 1.
+        pattern: regular expression with the score as its group. Its last match in the answer counts. The
             score can have a decimal comma, and be a share, such as "7/10", "7 out of 10" or "70 %".
-        cache: folder of the answers, by content; None keeps none.
-        key_env: environment variable with the API key; None sends none.
-        concurrency: most requests at a time.
-        attempts: answers that are asked for, where one has no score.
+        cache: folder that caches answers by content; None disables the cache.
+        key_env: environment variable with the API key; None sends no key.
+        concurrency: maximum number of concurrent requests.
+        attempts: number of requests if answers have no score.
         timeout: seconds for one answer.
-        body: further fields of each request, such as ``{"max_tokens": 256}``. The default temperature is 0,
-            or the endpoint's if it refuses that; ``{"temperature": None}`` never sends one.
+        body: additional fields of each request, such as ``{"max_tokens": 256}``. The default temperature is
+            0, or the endpoint's default if it rejects 0. ``{"temperature": None}`` never sends a temperature.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Judge:
 
         Raises:
             ModelFailed: the endpoint did not answer.
-            RewardUnavailable: no answer had a score, or a field of the prompt was not given.
+            RewardUnavailable: no answer had a score, or a field of the prompt is missing.
         """
         text = filled(self._prompt, fields)
         request = {"model": self._model, "text": text, **self._options["body"]}
@@ -107,12 +107,12 @@ class Judge:
         if (asking := self._asking.get(digest)) is None:
             asking = self._asking[digest] = asyncio.create_task(self._ask(text, digest))
             asking.add_done_callback(lambda done: self._asked(digest, done))
-        return await asyncio.shield(asking)  # another episode may wait for it too
+        return await asyncio.shield(asking)  # another episode can also wait for it
 
     def _asked(self, digest: str, done: asyncio.Task[float]) -> None:
         self._asking.pop(digest)
         if not done.cancelled():
-            done.exception()  # all that waited for it may be gone
+            done.exception()  # no episode may wait for it any more
 
     async def _ask(self, text: str, digest: str) -> float:
         answer = ""
@@ -143,11 +143,11 @@ class Judge:
         except ModelFailed as error:
             if self._fixed or temperature is None or "temperature" not in str(error).lower():
                 raise
-        self._refused = True  # reasoning models take no temperature
+        self._refused = True  # reasoning models accept no temperature
         return await self._complete(text)
 
     async def close(self) -> None:
-        """Close the connections; idempotent. A later call opens new ones."""
+        """Close the connections. A later call opens new ones. Idempotent."""
         chats, self._chats = self._chats, {}
         for chat in chats.values():
             await chat.__aexit__()
@@ -170,7 +170,7 @@ class Judge:
         if self._cache is not None:
             path = self._path(digest)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # another process has kept the same answer meanwhile
+            with suppress(FileNotFoundError):  # another process has stored the same answer meanwhile
                 write_file(path, json.dumps({"model": self._model, "answer": answer}).encode())
 
     def _path(self, digest: str) -> Path:
@@ -179,9 +179,9 @@ class Judge:
 
 
 def score_value(text: str, *, low: float, high: float) -> float | None:
-    """Return the score that a text states, None if it states none.
+    """Return the score in a text, or None if it has no score.
 
-    A share of another whole than ``high``, such as "1/2" or "50 %", is a share of ``high`` if ``low`` is 0.
+    If ``low`` is 0, a share of another whole than ``high``, such as "1/2" or "50 %", is scaled to ``high``.
     """
     match = _VALUE.fullmatch(text)
     if match is None:
@@ -198,10 +198,10 @@ def _number(text: str) -> float:
 
 
 def filled(prompt: str, fields: Mapping[str, object]) -> str:
-    """Return a prompt with its fields; braces around anything else stay as they are.
+    """Return a prompt with its fields filled in. Braces around other text are not changed.
 
     Raises:
-        RewardUnavailable: the prompt has a field that is not given.
+        RewardUnavailable: a field of the prompt is missing.
     """
     try:
         return prompt.format(**fields)

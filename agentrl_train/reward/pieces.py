@@ -15,11 +15,11 @@ from agentrl_train.types import Trajectory
 
 NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 EMBEDDED = 65_536
-"""Texts whose embedding ``similarity`` keeps."""
+"""Number of texts with a cached embedding in ``similarity``."""
 
 
 def answer(trajectory: Trajectory) -> str:
-    """Return the text of the last message that the policy wrote; empty without one."""
+    """Return the text of the last message of the policy, or "" without one."""
     if not trajectory.turns:
         return ""
     content = trajectory.turns[-1].message.content
@@ -29,14 +29,14 @@ def answer(trajectory: Trajectory) -> str:
 def rubric(
     trajectory: Trajectory, checks: Mapping[str, tuple[float, Callable[[Trajectory], float]]]
 ) -> float:
-    """Return the weighted mean of checks: 1 if all pass, 0 if none does.
+    """Return the weighted mean of checks: 1 if all pass, 0 if none passes.
 
     Args:
         trajectory: the episode.
         checks: name -> weight above 0, and a function that returns a share from 0 to 1, or a bool.
 
     Raises:
-        ValueError: there is no check, a weight is not above 0, or a check returned something else.
+        ValueError: there is no check, a weight is not above 0, or a check returned an invalid value.
     """
     if not checks or any(weight <= 0.0 for weight, _ in checks.values()):
         raise ValueError("a rubric needs at least one check, and weights above 0.")
@@ -50,9 +50,9 @@ def rubric(
 
 
 def matches(text: str, pattern: str) -> float:
-    """Return 1 if a regular expression matches the text from end to end, else 0.
+    """Return 1 if a regular expression matches the whole text, else 0.
 
-    Space around the text does not count, and ``.`` matches newlines too.
+    Space around the text is ignored, and ``.`` also matches newlines.
     """
     return float(re.fullmatch(pattern, text.strip(), re.DOTALL) is not None)
 
@@ -66,7 +66,7 @@ def valid_calls(trajectory: Trajectory) -> float:
 def tool_use(trajectory: Trajectory) -> float:
     """Return ``min(1, 0.1 n)`` for n turns with a tool call (SPEAR, arXiv 2509.22601).
 
-    It pays for exploration by tools, so fade it out (``reward.fade_steps``).
+    It rewards exploration with tools, so fade it out (``reward.fade_steps``).
     """
     return min(1.0, 0.1 * sum(bool(turn.message.tool_calls) for turn in trajectory.turns))
 
@@ -76,10 +76,10 @@ def similarity(
 ) -> Callable[[str, str], float]:
     """Return a function of two texts: ``max(0, cos(embed(a), embed(b))) ** power`` (PGSRM, arXiv 2512.06920).
 
-    Embeddings can be misled, so keep a check that cannot beside it.
+    Embeddings can be misled, so combine it with a check that cannot be misled.
 
     Args:
-        embed: text -> vector; called once for each text, while its embedding is kept.
+        embed: text -> vector. Called once for each text, while its embedding is cached.
         power: values above 1 sharpen the differences near 1.
         floor: cosines below it count as 0.
     """
@@ -99,7 +99,7 @@ def similarity(
 
 
 def number(text: str) -> float | None:
-    """Return the last number in a text, such as -1,234.5 or 2e-3; None without one."""
+    """Return the last number in a text, such as -1,234.5 or 2e-3, or None without one."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -109,15 +109,15 @@ def squared_error(text: str, target: float, *, missing: float) -> float:
 
     Args:
         text: the answer.
-        target: the number that is right.
-        missing: value of a text without a number, below those of poor answers.
+        target: the right number.
+        missing: value of a text without a number. It should be below the values of poor answers.
     """
     value = number(text)
     return missing if value is None else -((value - target) ** 2)
 
 
 def length_penalty(tokens: int, *, free: int, limit: int) -> float:
-    """Return 0 up to ``free`` tokens, and from there linearly down to -1 at ``limit`` and beyond.
+    """Return 0 up to ``free`` tokens, then a value that falls linearly to -1 at ``limit`` and stays there.
 
     Raises:
         ValueError: ``free`` is not below ``limit``.

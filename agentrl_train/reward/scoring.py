@@ -1,4 +1,4 @@
-"""``[reward]`` in a run: scores of finished episodes, and the reward that they make in their group."""
+"""``[reward]`` in a run: scores finished episodes, and combines the scores of a group into rewards."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from agentrl_train.reward.combining import Combination, weighted
 from agentrl_train.types import EpisodeEnd, Trajectory
 
 Scores = float | Mapping[str, float]
-"""One score, or several by name."""
+"""One score, or several scores by name."""
 RewardFunction = Callable[[Trajectory], "Scores | Awaitable[Scores]"]
 ENVIRONMENT = "environment"
 """Name of the score that is the environment's own reward."""
 MAX_SCORE = 1e12
-"""Largest magnitude of a score: its square still fits the float32 of the learner."""
+"""Largest magnitude of a score. Its square still fits into the learner's float32."""
 MAX_REASON = 2_000
-"""Characters of an error message that are kept."""
+"""Maximum number of characters of an error message to keep."""
 
 
 def reward(function: Callable[..., Any]) -> RewardFunction:
-    """Make a reward of a function of a trajectory and of fields of its sample; a decorator.
+    """Turn a function of a trajectory and of fields of its sample into a reward. A decorator.
 
     The arguments after the first are taken from ``trajectory.sample.data`` by name, as in AgentFly (arXiv
-    2507.14897); one with a default may be missing there. The function returns a number, or several by name.
-    It may be async; others run in a thread.
+    2507.14897). Arguments with a default can be missing there. The function returns a number, or several
+    numbers by name. Functions that are not async run in a thread.
     """
     _, *fields = inspect.signature(function).parameters.values()
 
@@ -59,11 +59,11 @@ class Rewards:
     """Scores episodes, and combines the scores of siblings.
 
     Args:
-        functions: name -> function of a trajectory. The scores of one that returns several by name are called
+        functions: name -> function of a trajectory. If a function returns several scores, their names are
             ``<name>.<key>``.
-        weights: weights of scores by name, 1 for the others; ``environment`` is the environment's reward.
+        weights: weights of scores by name, by default 1. ``environment`` is the environment's reward.
         combine: scores and weights of a group -> rewards.
-        fade_steps: steps over which the weight of a score falls to 0.
+        fade_steps: number of steps in which the weight of a score falls to 0.
         timeout_s: deadline of all functions for one episode.
     """
 
@@ -83,7 +83,7 @@ class Rewards:
         self._timeout_s = timeout_s
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """Return an episode with its scores; a failed one if any of them is missing."""
+        """Return an episode with its scores. If a score is missing, return a failed episode."""
         scores, name = {ENVIRONMENT: trajectory.reward}, ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -100,7 +100,7 @@ class Rewards:
         """Return the scored siblings of a group that was admitted at a policy version, with their rewards.
 
         Raises:
-            RewardUnavailable: the siblings have scores of different names.
+            RewardUnavailable: the siblings have scores with different names.
         """
         if not trajectories:
             return []
@@ -116,18 +116,18 @@ class Rewards:
         return [replace(one, reward=float(value)) for one, value in zip(trajectories, rewards, strict=True)]
 
     def _weight(self, name: str, *, version: int) -> float:
-        """Return the weight at a step, times ``(1 + cos(pi s / T)) / 2`` until step T and 0 from there on."""
+        """Return the weight at a step, times ``(1 + cos(pi s / T)) / 2`` until step T and then 0."""
         weight, last = self._weights.get(name, 1.0), self._fade_steps.get(name)
         return weight * (1.0 - cosine_rise(version, last)) if last else weight
 
 
 def cosine_rise(step: int, last: int) -> float:
-    """Return ``(1 - cos(pi s / T)) / 2``: from 0 at step 0 to 1 at step T, and 1 from there on."""
+    """Return ``(1 - cos(pi s / T)) / 2``, which rises from 0 at step 0 to 1 at step T and stays 1."""
     return 1.0 if step >= last else (1.0 - math.cos(math.pi * step / last)) / 2.0
 
 
 def named(name: str, value: Any) -> dict[str, float]:
-    """Return the value of a reward function as scores; raises ``ValueError`` if it has another type."""
+    """Return the value of a reward function as scores. Raises ``ValueError`` if it has another type."""
     parts = value if isinstance(value, Mapping) else {"": value}
     scores = {f"{name}.{key}" if key else name: float(part) for key, part in parts.items()}
     for each, score in scores.items():
@@ -137,7 +137,7 @@ def named(name: str, value: Any) -> dict[str, float]:
 
 
 async def _value(function: RewardFunction, trajectory: Trajectory) -> Any:
-    """Return the value of a reward function; one that is not async runs in a thread."""
+    """Return the value of a reward function. Functions that are not async run in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(trajectory)
     found = await asyncio.to_thread(function, trajectory)

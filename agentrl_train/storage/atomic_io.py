@@ -23,7 +23,7 @@ DISK_FULL_TEXTS = (
 
 @contextmanager
 def run_folder_errors(folder: Path) -> Iterator[None]:
-    """Convert disk errors into a ``RunFolderError`` that says how to fix them."""
+    """Convert disk errors into a ``RunFolderError`` that explains how to fix them."""
     try:
         yield
     except RunFolderError:
@@ -42,7 +42,7 @@ def run_folder_errors(folder: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error or one of its causes means that the disk is full."""
+    """Return True if an error or one of its causes means that the disk is full."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
@@ -54,7 +54,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new content, also after a crash."""
+    """Replace a file atomically. Readers see the old or the new content, even after a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -3,22 +3,23 @@
 ``checkpoints/step_000012/`` holds::
 
     model/          weights (safetensors), configuration and tokenizer: loads with ``from_pretrained``
-    learner/        learner state, a safetensors file of each rank; in ``optimizer/``, that of the optimizer
+    learner/        learner state, a safetensors file of each rank; the optimizer's is in ``optimizer/``
     critic/         the same of a critic, if there is one, with its parameters
     loop.json       step, policy version, admission, random states
     groups.bin      finished groups that are not trained yet
     replay.bin      the replay buffer, if there is one
     manifest.json   size and SHA-256 of every file
 
-A checkpoint is written to a temporary folder, synced and renamed. A resume loads the newest one whose files
-match its manifest, and restores the groups that the journal recorded after it as finished: no group is lost,
-and none is trained twice by the resumed weights.
+A checkpoint is written to a temporary folder, synced and renamed. A resumed run loads the newest checkpoint
+with files that match its manifest. It restores the groups that the journal recorded after the checkpoint as
+finished. No group is lost, and no group is trained twice by the resumed weights.
 
-Once a checkpoint is complete, older ones lose the state of the optimizer, two thirds of their bytes.
-They serve evaluations, and a resume if the newest is damaged: the optimizer then starts without its moments.
+Once a checkpoint is complete, the state of the optimizer is deleted from older checkpoints, which is two
+thirds of their bytes. Older checkpoints serve evaluations, and a resume if the newest is damaged. The
+optimizer then starts without its moments.
 
-Required order: ``journal.rotate(step)`` atomically with the snapshot; then ``save_checkpoint``, possibly in a
-thread; then ``journal.prune`` up to the oldest kept checkpoint.
+Required order: ``journal.rotate(step)`` atomically with the snapshot, then ``save_checkpoint``, possibly in a
+thread, and then ``journal.prune`` up to the oldest kept checkpoint.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ CRITIC = "critic"
 """Folder of the state of a critic."""
 MANIFEST = "manifest.json"
 EVALUATION = "evaluation.json"
-"""File of the best model that names its step and its success."""
+"""File with the step and the success of the best model."""
 
 
 class Part(Protocol):
-    """Seam: a part of a checkpoint, such as ``learner.Snapshot``."""
+    """Interface: a part of a checkpoint, such as ``learner.Snapshot``."""
 
     def write(self, folder: Path) -> None:
         """Write files into subfolders of a checkpoint folder."""
@@ -80,7 +81,7 @@ class InModelFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFolder:
-    """A ``Part`` in a folder of its own."""
+    """A ``Part`` in its own folder."""
 
     part: Part
     name: str
@@ -98,7 +99,7 @@ class Checkpoint:
     step: int
     loop: Mapping[str, Any]
     groups: Sequence[TrajectoryGroup]
-    """Groups that were finished and untrained at the checkpoint."""
+    """Groups that were finished and not trained at the checkpoint."""
 
     @property
     def model_folder(self) -> Path:
@@ -116,24 +117,24 @@ def save_checkpoint(
     keep: int = 2,
     pinned: Collection[int] = (),
 ) -> int:
-    """Write ``folder/step_<step>`` and delete all that are older than the ``keep`` newest intact ones.
+    """Write ``folder/step_<step>``, and delete checkpoints older than the ``keep`` newest intact ones.
 
-    Older ones that are kept lose the state of the optimizer.
+    The state of the optimizer is deleted from older checkpoints that are kept.
 
     Args:
         folder: the ``checkpoints`` folder of a run.
-        step: steps trained.
+        step: number of trained steps.
         parts: writers of ``model/`` and ``learner/``.
         loop: state of the loop, as JSON values.
         groups: finished, untrained groups.
-        keep: checkpoints to keep, this one included; damaged ones do not count.
-        pinned: steps of older checkpoints that are kept as well.
+        keep: number of checkpoints to keep, including this one. Damaged ones do not count.
+        pinned: steps of older checkpoints that are also kept.
 
     Returns:
         The step of the oldest kept checkpoint, for ``journal.prune``.
 
     Raises:
-        RunFolderError: the disk is full or not writable; older checkpoints are unchanged.
+        RunFolderError: the disk is full or not writable. Older checkpoints are unchanged.
     """
     target, temporary = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     try:
@@ -157,7 +158,8 @@ def save_checkpoint(
 def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint, or None if there is none.
 
-    Those that cannot be read are skipped with a warning. Raises ``CheckpointError`` if none can.
+    Checkpoints that cannot be read are skipped with a warning. Raises ``CheckpointError`` if none can be
+    read.
     """
     with run_folder_errors(folder):
         _recover(folder)
@@ -178,7 +180,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Load and verify one checkpoint; raises ``CheckpointError`` if it is damaged."""
+    """Load and verify one checkpoint. Raises ``CheckpointError`` if it is damaged."""
     _verify(folder)
     loop = json.loads((folder / "loop.json").read_text())
     records = read_records((folder / "groups.bin").read_bytes())
@@ -191,7 +193,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def keep_best(run_folder: Path, *, step: int, success: float) -> None:
-    """Put the model of the checkpoint of ``step`` into ``best/``, in place of the one before.
+    """Put the model of the checkpoint of ``step`` into ``best/``, replacing the previous one.
 
     Args:
         run_folder: folder of the run.
@@ -199,7 +201,7 @@ def keep_best(run_folder: Path, *, step: int, success: float) -> None:
         success: mean success over the tasks in its evaluation.
 
     Raises:
-        RunFolderError: the disk is full or not writable; the model before is unchanged.
+        RunFolderError: the disk is full or not writable. The previous model is unchanged.
     """
     best, temporary = run_folder / "best", run_folder / ".best.tmp"
     with run_folder_errors(run_folder):
@@ -213,7 +215,7 @@ def keep_best(run_folder: Path, *, step: int, success: float) -> None:
 
 
 def best_success(run_folder: Path) -> float:
-    """Return the success of the model in ``best/``, -1 without one."""
+    """Return the success of the model in ``best/``, or -1 without a model."""
     try:
         return float(json.loads((run_folder / "best" / EVALUATION).read_text())["success"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -227,7 +229,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, which is never changed; copy it where the file system has no links."""
+    """Link a file that is never changed, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -266,9 +268,10 @@ def _write(
 
 
 def _newest_intact(folder: Path, *, written: int, count: int) -> list[int]:
-    """Return the steps of ``count`` checkpoints, the one just written and the newest others that verify.
+    """Return the steps of ``count`` checkpoints: the new one, and the newest others that are intact.
 
-    Damaged ones do not count: a run that resumed before one would delete the checkpoint that it resumed from.
+    Damaged checkpoints do not count. Otherwise a run that resumed from a checkpoint before a damaged one
+    would delete the checkpoint that it resumed from.
     """
     intact = [written]
     for step in reversed(steps(folder)):
@@ -280,7 +283,7 @@ def _newest_intact(folder: Path, *, written: int, count: int) -> list[int]:
 
 
 def _drop_optimizer(checkpoint: Path) -> None:
-    """Delete the state of the optimizer from a checkpoint, which stays intact if this is interrupted."""
+    """Delete the state of the optimizer from a checkpoint. An interruption leaves it intact."""
     folders = [path for path in checkpoint.rglob(OPTIMIZER) if path.is_dir()]
     if not folders:
         return
@@ -297,7 +300,7 @@ def _drop_optimizer(checkpoint: Path) -> None:
 
 
 def is_intact(folder: Path, step: int) -> bool:
-    """Return whether the files of the checkpoint of a step match its manifest."""
+    """Return True if the files of the checkpoint of a step match its manifest."""
     try:
         _verify(folder / f"step_{step:06d}")
     except CheckpointError:
@@ -331,7 +334,7 @@ def _verify(folder: Path) -> None:
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{folder} has format {manifest['format']}, of another version; this one reads {FORMAT}."
+                f"{folder} has format {manifest['format']}, of another version; this version reads {FORMAT}."
             )
         for name, entry in files.items():
             path = folder / name

@@ -1,8 +1,8 @@
 """Finished groups on disk: a lossless encoding, and an append-only journal that survives a kill.
 
-The journal is a folder of segments such as ``step_000012-0.bin``: the groups that finished between the
-snapshot of checkpoint 12 and the next one. A record is ``magic, length, crc32, payload``; it is on disk when
-``append`` returns, and a truncated last record is ignored on reading.
+The journal is a folder of segments such as ``step_000012-0.bin``, which has the groups that finished between
+the snapshot of checkpoint 12 and the next one. A record is ``magic, length, crc32, payload``. It is on disk
+when ``append`` returns. A truncated last record is ignored when reading.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def encode_group(group: TrajectoryGroup) -> bytes:
 
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
-    """Decode what ``encode_group`` encoded, losslessly; sequences become tuples."""
+    """Decode the result of ``encode_group`` without loss. Sequences become tuples."""
     raw = zlib.decompress(payload)
     text, num_ints, num_floats = struct.unpack_from("<III", raw)
     start = 12 + text
@@ -212,12 +212,12 @@ def frame(payload: bytes) -> bytes:
 
 
 def read_records(content: bytes) -> Iterator[bytes]:
-    """Yield the payload of every complete record; skip damaged ones and stop at a truncated one."""
+    """Yield the payload of every complete record. Skip damaged records and stop at a truncated one."""
     return (payload for _, payload in located_records(content))
 
 
 def located_records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield where each record begins, with what ``read_records`` yields."""
+    """Yield the position of each record and its payload, like ``read_records``."""
     position = 0
     while position + HEADER.size <= len(content):
         magic, length, checksum = HEADER.unpack_from(content, position)
@@ -243,7 +243,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
-        """Start a new segment; ``step`` is the checkpoint that the run continues from.
+        """Start a new segment. ``step`` is the checkpoint that the run continues from.
 
         Raises ``RunFolderError`` if the folder is not writable.
         """
@@ -255,7 +255,7 @@ class Journal:
         self.rotate(step)
 
     def append(self, group: TrajectoryGroup) -> None:
-        """Write a finished group to disk; on ``RunFolderError`` the journal is unchanged."""
+        """Write a finished group to disk. On ``RunFolderError`` the journal is unchanged."""
         record = frame(encode_group(group))
         with self._lock, run_folder_errors(self._folder):
             if self._file is None:
@@ -271,8 +271,8 @@ class Journal:
     def rotate(self, step: int) -> None:
         """Start a new segment, atomically with the snapshot of checkpoint ``step``.
 
-        Groups appended from now on are not in that checkpoint; earlier ones are trained or among its groups.
-        Appending a group and marking it as finished must therefore be atomic too.
+        Groups appended from now on are not in that checkpoint. Earlier groups are trained or in the
+        checkpoint. Appending a group and marking it as finished must therefore also be atomic.
         """
         with self._lock, run_folder_errors(self._folder):
             number = sum(1 for _ in self._folder.glob(f"step_{step:06d}-*.bin"))
@@ -285,7 +285,7 @@ class Journal:
     def read(self, since_step: int = 0) -> tuple[TrajectoryGroup, ...]:
         """Return the groups that finished since checkpoint ``since_step``, without duplicates.
 
-        Some may have trained weights that were lost since; the resumed run has not trained them.
+        Some of them can have been trained on before, but with weights that were lost.
         """
         groups: dict[int, TrajectoryGroup] = {}
         for step, path in _segments(self._folder):
@@ -309,7 +309,7 @@ class Journal:
 
 
 def _write_all(file: IO[bytes], record: bytes) -> None:
-    """Write and sync a record; an unbuffered file may need several writes."""
+    """Write and sync a record. An unbuffered file can need several writes."""
     rest = memoryview(record)
     while rest:
         rest = rest[file.write(rest) :]

@@ -17,9 +17,9 @@ from agentrl_train.storage.checkpoint import steps
 
 CONFIG = "config.toml"
 NOT_SHOWN = ("run.name", "run.folder")
-"""Settings not reported as changed on resume."""
+"""Settings that are not reported as changed on resume."""
 Changes = Mapping[str, tuple[Any, Any]]
-"""Setting -> its value in a file, and its value now."""
+"""Setting -> its value in a file, and its current value."""
 
 
 @contextmanager
@@ -28,12 +28,12 @@ def claim_run_dir(
 ) -> Iterator[list[str]]:
     """Create or reopen the run folder and lock it.
 
-    A folder in which no step was trained starts from the beginning, with ``resume`` or without. A new folder
-    is deleted if the start fails before its configuration is written. ``changes_since`` returns the settings
+    A run without trained steps starts from the beginning, with and without ``resume``. A new folder is
+    deleted if the start fails before its configuration is written. ``changes_since`` returns the settings
     that differ from those in a file.
 
     Yields:
-        The settings that changed since the run began, one sentence each.
+        The settings that changed since the start of the run, one sentence each.
 
     Raises:
         ConfigError: the folder is in use, holds nothing to resume, lacks its checkpoints, or a fixed setting

@@ -16,29 +16,29 @@ from agentrl_train.types import EpisodeEnd, Step, Trajectory, TrajectoryGroup
 logger = logging.getLogger(__name__)
 
 NO_VALID_CALLS = 0.1
-"""Share of turns with valid calls below which the warning of a run that learns nothing names it."""
+"""If fewer turns have valid calls, the warning about a run that learns nothing includes this share."""
 MANY_CUT_TURNS = 0.25
-"""Share of turns of a task that the token limit ends above which a warning names the limit."""
+"""A warning names the token limit if it ends more than this share of a task's turns."""
 LARGE_KL = 0.1
-"""KL divergence from the sampling policy, in nats a token, above which a step is said to be large."""
+"""KL divergence from the sampling policy above which a step is reported as large, in nats per token."""
 LOW_ENTROPY = 0.05
-"""Nats a token below which siblings hardly differ."""
+"""Entropy below which siblings hardly differ, in nats per token."""
 MOST_AGREE = 0.5
-"""Share of groups without a signal above which low entropy is reported."""
+"""Low entropy is reported above this share of groups without a signal."""
 SOLVED = 0.5
-"""Success from which groups agree because they succeed, and low entropy is not reported."""
+"""Low entropy is not reported from this success on, because groups agree when they succeed."""
 HIGH_ENTROPY = 2.0
-"""Nats a token above which tool calls are mostly noise."""
+"""Entropy above which tool calls are mostly noise, in nats per token."""
 HIGH_GRAD_NORM = 100.0
 """Multiple of ``train.max_grad_norm`` above which clipping discards almost the whole update."""
 FEW_VALID_CALLS = 0.5
 """Share of turns with valid calls below which a task teaches mainly syntax."""
 RECENT = 10
-"""Training steps that held-out success is compared with."""
+"""Number of training steps to compare held-out success with."""
 LARGE_GAP = 0.1
-"""Success in training above that on held-out samples that is reported."""
+"""Smallest reported difference between success in training and on held-out samples."""
 QUOTED = 300
-"""Characters of a completion quoted in a warning, at most."""
+"""Maximum number of quoted characters of a completion in a warning."""
 
 
 class Diagnosis:
@@ -48,8 +48,8 @@ class Diagnosis:
         chat: chat format of the policy.
         by_turn: True if credit is given by turn.
         max_grad_norm: ``train.max_grad_norm``.
-        without_tools: tasks in which a policy answers with text alone.
-        hidden: tasks whose openings have parts that the policy does not see, which has been logged.
+        without_tools: tasks in which a policy answers only with text.
+        hidden: tasks for which a warning about hidden parts of the opening was already logged.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Diagnosis:
         self._chat = chat
         self._without_tools = without_tools
         self._hidden = set(hidden)
-        """Tasks with a warning about parts of messages that the policy does not see."""
+        """Tasks with a logged warning about parts of messages that the policy does not see."""
         self._by_turn = by_turn
         self._max_grad_norm = max_grad_norm
         self._counts: Counter[str] = Counter()
         self._recent: deque[Sequence[TrajectoryGroup]] = deque(maxlen=RECENT)
         self._cut: set[str] = set()
-        """Tasks with a warning about cut turns."""
+        """Tasks with a logged warning about truncated turns."""
 
     def examine(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Log the warnings about a trained step."""
@@ -97,7 +97,7 @@ class Diagnosis:
         """Log a warning if the tasks succeed less on held-out samples than in the last training steps.
 
         Args:
-            held_out: share of successes of each task, and the ends of its 95 % interval.
+            held_out: success rate of each task, and the bounds of its 95 % interval.
         """
         groups = [group for step in self._recent for group in step]
         for task, estimate in held_out.items():
@@ -150,15 +150,15 @@ def large_step_warning(metrics: Mapping[str, float]) -> str | None:
     if kl <= LARGE_KL:
         return None
     return (
-        f"the policy is {kl:.2g} nats a token from the one that sampled these episodes (kl): such large "
-        "steps can unlearn what it knew; lower train.learning_rate, or raise train.warmup_steps"
+        f"the policy is {kl:.2g} nats per token from the one that sampled these episodes (kl): such large "
+        "steps can unlearn earlier skills; lower train.learning_rate, or raise train.warmup_steps"
     )
 
 
 def gap_warning(
     task: str, groups: Sequence[Sequence[Trajectory]], held_out: tuple[float, float, float]
 ) -> str | None:
-    """Return a warning if success on held-out samples is surely below the success of training groups."""
+    """Return a warning if success on held-out samples is significantly below that of training groups."""
     successes = [[one.success for one in group] for group in groups if group]
     if not successes:
         return None
@@ -171,7 +171,7 @@ def gap_warning(
     return (
         f"{task} succeeds in {trained:.0%} of the last training episodes and in "
         f"{held_out[0]:.0%} of the held-out ones, {100 * gap:.0f} points less (95 % interval "
-        f"{100 * low:.0f} to {100 * high:.0f}): the policy may know its training samples by heart, or the "
+        f"{100 * low:.0f} to {100 * high:.0f}): the policy may have memorized its training samples, or the "
         "held-out split is harder; train on more samples or for fewer steps, and compare the splits with "
         "`agentrl-env check --quality`"
     )
@@ -180,7 +180,7 @@ def gap_warning(
 def cut_turns_warnings(groups: Sequence[TrajectoryGroup]) -> dict[str, str]:
     """Return a warning for each task with many turns that ``engine.max_new_tokens`` cut off.
 
-    The last turn of an episode that fills the context is cut by ``engine.max_context``, and does not count.
+    The last turn of an episode with a full context does not count, because ``engine.max_context`` cut it off.
     """
     cut: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def cut_turns_warnings(groups: Sequence[TrajectoryGroup]) -> dict[str, str]:
             cut[group.task] += sum(turn.completion.finish_reason == "length" for turn in turns)
     return {
         task: f"{number / total[task]:.0%} of the turns of {task} were cut off by engine.max_new_tokens, and "
-        "a cut call cannot be read: raise it, or let the task's opening ask for short answers"
+        "a cut call cannot be parsed: raise it, or request short answers in the task's opening"
         for task, number in cut.items()
         if number > MANY_CUT_TURNS * total[task]
     }
@@ -210,7 +210,7 @@ def turn_rewards_warning(groups: Sequence[TrajectoryGroup]) -> str | None:
 
 
 def no_calls_warning(groups: Sequence[TrajectoryGroup], *, chat: ChatFormat) -> str | None:
-    """Return a warning if no completion of a step was read as a tool call; it quotes one of them."""
+    """Return a warning that quotes a completion if no completion of a step was parsed as a tool call."""
     turns = [(group.task, turn) for group in groups for one in group.trajectories for turn in one.turns]
     calls = (call for _, turn in turns for call in turn.message.tool_calls or ())
     if not turns or any(call.function.name for call in calls):
@@ -239,7 +239,7 @@ def unhealthy(
     if unsolved and entropy is not None and entropy < LOW_ENTROPY and agreeing > MOST_AGREE * len(groups):
         yield (
             "low entropy",
-            f"the entropy of the policy is {entropy:.2g} nats a token, and in {agreeing} of {len(groups)} "
+            f"the entropy of the policy is {entropy:.2g} nats per token, and in {agreeing} of {len(groups)} "
             "groups all episodes have the same reward, so there is little to learn from: raise "
             "engine.temperature (1.2), raise rollout.group_size (16), set algorithm.dynamic_sampling = 2, or "
             "imitate experts for fewer updates (sft.steps)",
@@ -247,7 +247,7 @@ def unhealthy(
     if entropy is not None and entropy > HIGH_ENTROPY:
         yield (
             "high entropy",
-            f"the entropy of the policy is {entropy:.2g} nats a token, close to random text: lower "
+            f"the entropy of the policy is {entropy:.2g} nats per token, close to random text: lower "
             "algorithm.entropy_coefficient, engine.temperature or train.learning_rate",
         )
     if norm > HIGH_GRAD_NORM * max_grad_norm:

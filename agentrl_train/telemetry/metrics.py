@@ -17,7 +17,7 @@ The progress display and the report use, per step, ``staleness_mean``, ``stalene
 ``reprefilled_tokens``, ``discarded_tokens``, ``logprob_drift``, ``kl``, ``clip_fraction``, ``entropy``,
 ``grad_norm``, ``learning_rate`` and ``loss``; per task ``success``, ``reward``, ``turns``, ``valid_calls``,
 ``tolerant_calls`` and ``token_share``, ``score.<name>`` of each score of ``[reward]``, and ``metric.<name>``
-of each metric of the environment's ``score()``. Missing names are skipped, and other names are recorded too.
+of each metric of the environment's ``score()``. Missing names are skipped, and other names are also recorded.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SHARES = ("before", "after", "before_greedy", "after_greedy")
 """Success rates of a task in the summary."""
 _NONE: Mapping[int, TurnAdvantages] = MappingProxyType({})
 SHOWN_PER_TASK = 8
-"""Episodes per task and evaluation that are written out, the same samples each time."""
+"""Number of recorded episodes per task and evaluation. They have the same samples each time."""
 
 
 class Sink(Protocol):
-    """Seam: a receiver of the metrics of each step; per-task names look like ``success/shop``."""
+    """Interface: a receiver of the metrics of each step. Per-task names look like ``success/shop``."""
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
         """Write the values of one step."""
@@ -68,10 +68,10 @@ class MetricsLog:
 
     Args:
         folder: the run folder.
-        first_step: steps trained before this process; later lines of an interrupted run are dropped.
-        trajectories: episodes written out each step.
-        sinks: receive every metric; closed with the log.
-        progress: terminal display; None is silent.
+        first_step: steps trained before this process. Later lines of an interrupted run are dropped.
+        trajectories: number of episodes to record in each step.
+        sinks: receive every metric. They are closed with the log.
+        progress: terminal display; None disables it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MetricsLog:
         sinks: Sequence[Sink] = (),
         progress: Progress | None = None,
     ) -> None:
-        """Open the files; raises ``RunFolderError`` if the folder cannot be written."""
+        """Open the files. Raises ``RunFolderError`` if the folder cannot be written."""
         self._folder = folder
         self._num_trajectories = trajectories
         self._progress = progress
@@ -106,7 +106,7 @@ class MetricsLog:
     ) -> None:
         """Record one trained step, and a few episodes of ``groups``.
 
-        ``rows`` have the advantages that the step was trained with; they are recorded with those episodes.
+        ``rows`` have the advantages that the step was trained with. They are recorded with these episodes.
 
         Raises ``RunFolderError``.
         """
@@ -132,7 +132,7 @@ class MetricsLog:
             self._progress.note(text)
 
     def evaluating(self, name: str, tally: Tally) -> None:
-        """Show how far an evaluation is."""
+        """Show the progress of an evaluation."""
         if self._progress is not None:
             self._progress.evaluating(name, tally)
 
@@ -170,7 +170,7 @@ class MetricsLog:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
 
     def has_evaluation(self, name: str) -> bool:
-        """Return whether an evaluation is recorded."""
+        """Return True if an evaluation is recorded."""
         return any(line["name"] == name for line in read_jsonl(self._folder / "evaluations.jsonl"))
 
     def write_summary(
@@ -214,7 +214,7 @@ class MetricsLog:
     def _write_trajectories(
         self, name: str, episodes: Sequence[_Shown], advantages: Mapping[int, TurnAdvantages] = _NONE
     ) -> None:
-        """Write episodes and their tokens; ``advantages`` are by number of the trajectory in the step."""
+        """Write episodes and their tokens. ``advantages`` has them by the trajectory's number in the step."""
         lines = [readable(one.trajectory, one.group) for one in episodes]
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         tokens = [token_record(one.trajectory, advantages.get(one.number)) for one in episodes]
@@ -226,19 +226,19 @@ class MetricsLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """An episode that is written out."""
+    """A recorded episode."""
 
     trajectory: Trajectory
     group: TrajectoryGroup | None = None
     number: int = -1
-    """Number of the trajectory in its step; -1 outside of training."""
+    """Number of the trajectory in its step, or -1 outside of training."""
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:
     """Return an episode as readable JSON: messages, with version, tokens and reward of each turn.
 
-    Where it has several segments, each message names its own, and a segment follows the turn that it was
-    opened after: before the reply to that turn, if that is the report of a sub-agent.
+    If it has several segments, each message names its segment. A segment follows the turn after which it was
+    opened. The segment of a sub-agent comes before the reply to that turn, which has its report.
     """
     sample = trajectory.sample
     messages = _conversation(trajectory, 0)
@@ -264,7 +264,7 @@ def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> di
 
 
 def _position(trajectory: Trajectory, group: TrajectoryGroup) -> int | None:
-    """Return the number of a trajectory among its siblings, None for the greedy one."""
+    """Return the number of a trajectory among its siblings, or None for the greedy episode."""
     return next((i for i, one in enumerate(group.trajectories) if one is trajectory), None)
 
 
@@ -274,7 +274,7 @@ def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
-    """Return the messages of a segment, with those of the segments that were opened from it."""
+    """Return the messages of a segment, including the segments that were opened from it."""
     label = {"segment": number} if len(trajectory.segments) > 1 else {}
     opening = trajectory.segments[number].opening if number else trajectory.opening
     messages = [message.wire() | label for message in opening]
@@ -297,18 +297,18 @@ def _conversation(trajectory: Trajectory, number: int) -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSONL file, none if it does not exist; skip a truncated one."""
+    """Return the complete lines of a JSONL file. Skip a truncated line. Empty if the file does not exist."""
     if not path.exists():
         return []
     return parse_jsonl(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def parse_jsonl(text: str) -> list[dict[str, Any]]:
-    """Return the objects of JSON lines; skip lines that are none."""
-    # Not ``splitlines``, which also splits at other characters that model output may contain.
+    """Return the objects of JSON lines. Skip lines that are not objects."""
+    # Not ``splitlines``, which also splits at other characters that model output can contain.
     lines = [line for line in text.split("\n") if line]
     try:
-        # Objects that are decoded together share their keys, half of the memory of a long run.
+        # Objects that are decoded together share their keys, which saves half of the memory of a long run.
         return [record for record in json.loads(f"[{','.join(lines)}]") if isinstance(record, dict)]
     except ValueError:
         return _parse_each(lines)
@@ -327,7 +327,7 @@ def _parse_each(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Turn, context: int) -> dict[str, Any]:
-    """Return the facts of a turn; ``context`` is the number of tokens in front of its completion."""
+    """Return the data of a turn. ``context`` is the number of tokens before its completion."""
     completion = turn.completion
     return {
         **({"context": context} if context else {}),  # a restored evaluation has no tokens
@@ -367,7 +367,7 @@ def _evaluation(
 
 
 def success_interval(episodes: Sequence[Trajectory]) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share of successes; attempts at a sample are not independent."""
+    """Return the 95 % Wilson interval of a success rate. Attempts at a sample are not independent."""
     samples: dict[Any, list[bool]] = {}
     for one in episodes:
         samples.setdefault(one.sample.index, []).append(one.success)
@@ -378,7 +378,8 @@ def success_interval(episodes: Sequence[Trajectory]) -> tuple[float, float]:
 def mean_metrics(episodes: Iterable[Trajectory]) -> dict[str, float]:
     """Return the means of the metrics of ``score()``, each over the episodes that have it.
 
-    ``success`` and ``invalid_calls`` are left out: every task has them, as ``success`` and ``valid_calls``.
+    ``success`` and ``invalid_calls`` are omitted, because every task has them as ``success`` and
+    ``valid_calls``.
     """
     values: dict[str, list[float]] = {}
     for episode in episodes:
@@ -418,7 +419,7 @@ def _flat(
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines; non-finite numbers are written as null."""
+    """Append lines. Non-finite numbers are written as null."""
     content = "".join(json.dumps(_finite(record)) + "\n" for record in records)
     with run_folder_errors(path.parent), open(path, "a", encoding="utf-8") as file:
         file.write(content)

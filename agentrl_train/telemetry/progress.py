@@ -1,4 +1,4 @@
-"""Progress displays: a live table or a bar in a terminal, else lines."""
+"""Progress displays: a live table or a bar in a terminal, and lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 SMOOTHING = 0.8
-"""Share of the old value in the moving averages shown."""
+"""Share of the old value in the displayed moving averages."""
 LINE_EVERY_S = 10.0
 """Seconds between two lines of ``Counter`` if the output is not a terminal."""
 
@@ -26,19 +26,19 @@ class Tally:
     """Progress of an evaluation."""
 
     total: int = 0
-    """Episodes of the evaluation, greedy ones included."""
+    """Number of episodes of the evaluation, including greedy ones."""
     done: int = 0
-    """Episodes with a result."""
+    """Number of episodes with a result."""
     sampled: int = 0
-    """Sampled episodes with a result, without the greedy ones."""
+    """Number of sampled episodes with a result, without greedy ones."""
     successes: int = 0
-    """Successful ones among the sampled."""
+    """Number of successful sampled episodes."""
     failed: int = 0
-    """Episodes without a result, because infrastructure failed."""
+    """Number of episodes without a result, because infrastructure failed."""
 
     @property
     def facts(self) -> list[str]:
-        """Return success so far, and how many episodes failed."""
+        """Return success so far, and the number of failed episodes."""
         facts = [f"success {_percent(self.successes / self.sampled)}"] if self.sampled else []
         return facts + [f"{self.failed} failed"] * (self.failed > 0)
 
@@ -57,7 +57,7 @@ class Progress:
 
     Args:
         total_steps: steps of the run.
-        console: output; a terminal shows a live table, anything else plain lines.
+        console: output. A terminal shows a live table, other outputs get plain lines.
         first_step: steps trained before this process.
         elapsed_s: time those steps took, which the estimate of the time left excludes.
         clock: seconds.
@@ -110,7 +110,7 @@ class Progress:
             self._live.update(self._render(), refresh=True)
 
     def evaluating(self, name: str, tally: Tally) -> None:
-        """Show how far an evaluation is."""
+        """Show the progress of an evaluation."""
         if self._held_out is None:
             self._held_out = Pace(f"held-out episodes, {name}", clock=self._clock)
             self._next_line = self._clock() + LINE_EVERY_S
@@ -159,7 +159,7 @@ class Progress:
         return f"step {self._step}/{self._total}  success (smoothed) {tasks}  {facts}"
 
     def _short_facts(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the facts of a line: what is learned, and the speed."""
+        """Yield the parts of a line: learning metrics and speed."""
         get = self._metrics.get
         rewards = [line.values["reward"] for line in self._tasks.values() if "reward" in line.values]
         yield "reward", _number(fmean(rewards)) if rewards else None
@@ -217,7 +217,7 @@ class Progress:
 
 
 class Pace:
-    """Describes how much work is done, and the time left.
+    """Describes the finished work and the remaining time.
 
     Args:
         unit: plural of the unit, such as "episodes".
@@ -230,7 +230,7 @@ class Pace:
         self._start: tuple[int, float] | None = None
 
     def line(self, done: int, total: int, *facts: str) -> str:
-        """Return a line; units that were done at the first call do not count for the time left."""
+        """Return a line. Units that were done at the first call do not affect the remaining time."""
         now = self._clock()
         if self._start is None:
             self._start = done, now
@@ -240,7 +240,7 @@ class Pace:
 
 
 class Counter:
-    """Shows the units of work that are done, and the time left: a bar in a terminal, else a line sometimes.
+    """Shows the finished units of work and the remaining time, as a bar in a terminal or as occasional lines.
 
     Args:
         unit: plural of the unit, such as "episodes".
@@ -262,7 +262,7 @@ class Counter:
         self._bar = self._bars.add_task("")
 
     def show(self, done: int, total: int, *facts: str) -> None:
-        """Show the progress; units that were done at the first call do not count for the time left."""
+        """Show the progress. Units that were done at the first call do not affect the remaining time."""
         now, line = self._clock(), self._pace.line(done, total, *facts)
         if self._console.is_terminal:
             self._bars.start()

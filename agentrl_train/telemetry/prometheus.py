@@ -1,8 +1,8 @@
 """The metrics of a run as a Prometheus endpoint, ``/metrics``, exported by ``prometheus_client``.
 
-Metrics are named as in ``metrics.jsonl``, with the prefix ``agentrl_train_``; a task is a label. Values that
-add up over steps are counters, the ages of trained tokens are a histogram, everything else is a gauge. A
-stalled run shows in ``agentrl_train_last_step_timestamp_seconds``.
+Metrics are named as in ``metrics.jsonl``, with the prefix ``agentrl_train_``. A task is a label. Values that
+add up over steps are counters, the ages of trained tokens are a histogram, and all other values are gauges.
+``agentrl_train_last_step_timestamp_seconds`` shows that a run has stalled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COUNTERS = {
     "discarded_tokens": "discarded_tokens",
     "tokens": "trained_tokens_by_task",
 }
-"""Name in ``metrics.jsonl`` -> name of the counter; "tokens" is counted per task only."""
+"""Name in ``metrics.jsonl`` -> name of the counter. "tokens" is counted only per task."""
 AGE = "tokens_of_age_"
 
 
@@ -38,7 +38,7 @@ class PrometheusExporter(Collector):
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0 picks a free one, see ``url``.
+        port: port to listen on; 0 picks a free port, see ``url``.
 
     Raises:
         ConfigError: the address is not available.
@@ -47,7 +47,7 @@ class PrometheusExporter(Collector):
     def __init__(self, *, host: str, port: int) -> None:
         self._lock = threading.Lock()
         self._gauges: dict[tuple[str, str], float] = {}
-        """(name, task) -> value; the task is empty for values of the whole run."""
+        """(name, task) -> value. The task is empty for values of the whole run."""
         self._counters: dict[tuple[str, str], float] = {}
         self._ages: dict[int, float] = {}
         registry = CollectorRegistry(auto_describe=False)
@@ -64,7 +64,7 @@ class PrometheusExporter(Collector):
         self._thread.start()
 
     def write(self, scalars: Mapping[str, float], *, step: int) -> None:
-        """Update the exported values; values under other names stay."""
+        """Update the exported values. Values with other names stay."""
         with self._lock:
             self._gauges["step", ""] = float(step)
             self._gauges["last_step_timestamp_seconds", ""] = time.time()
@@ -109,10 +109,10 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(MetricsHandler):
     timeout = 10.0
-    """Seconds a client may take to send its request."""
+    """Seconds that a client can take to send its request."""
 
     def do_GET(self) -> None:
-        """Serve the metrics at ``/metrics`` only."""
+        """Serve the metrics, only at ``/metrics``."""
         if urlsplit(self.path).path == "/metrics":
             super().do_GET()
         else:
@@ -124,7 +124,7 @@ def _families(
     values: Mapping[tuple[str, str], float],
     suffix: str = "",
 ) -> Iterator[Metric]:
-    """Yield one family per name; samples of tasks have a label."""
+    """Yield one family per name. Samples of tasks have a label."""
     for name, samples in groupby(sorted(values.items()), key=lambda item: item[0][0]):
         family = kind(f"{PREFIX}_{name}", name.replace("_", " ").capitalize() + ".")
         for (_, task), value in samples:

@@ -32,11 +32,11 @@ GROUPS = {
     "critic": r"critic_|explained_variance$|value_mean$|return_mean$",
     "drift": r"\w+_drift(_mean)?$",
 }
-"""Group of a metric in TensorBoard and W&B -> pattern of the names; the others are in ``train``."""
+"""Group of a metric in TensorBoard and W&B -> pattern of the names. The others are in ``train``."""
 
 
 def grouped(name: str) -> str:
-    """Return the name of a metric with its group in front; those of tasks have one, as in ``reward/shop``."""
+    """Return the name of a metric with its group in front. Task metrics already have one: ``reward/shop``."""
     if "/" in name:
         return name
     group = next((group for group, pattern in GROUPS.items() if re.match(pattern, name)), "train")
@@ -113,7 +113,7 @@ class WandbWriter:
                 f"W&B rejected the run ({error}): run `wandb login`, set WANDB_MODE=offline, or leave out "
                 "metrics.wandb"
             ) from error
-        # W&B ignores values of a step that is before its own; an evaluation beside training has such values.
+        # W&B ignores values of earlier steps, such as those of an evaluation alongside training.
         self._run.define_metric("*", step_metric="step")
         self._error: type[Exception] = wandb.errors.Error
 
@@ -144,7 +144,7 @@ def _run_id(path: Path) -> str:
 
 @contextmanager
 def traced(metrics: MetricsSection, folder: Path) -> Iterator[Trace]:
-    """Yield the trace of a run, or an inactive one if it is disabled; raises ``RunFolderError``."""
+    """Yield the trace of a run, or an inactive one if it is disabled. Raises ``RunFolderError``."""
     if not metrics.trace:
         yield UNTRACED
         return
@@ -163,10 +163,10 @@ def open_sinks(
     settings: Mapping[str, Any],
     notify: Callable[[str], None],
 ) -> list[Sink]:
-    """Return the configured sinks; if one fails to open, the others are closed.
+    """Return the configured sinks. If one fails to open, the others are closed.
 
-    ``settings`` are all those of the run, which W&B shows. ``notify`` is called with a message that names
-    the address of the metrics endpoint.
+    ``settings`` are all settings of the run, which W&B shows. ``notify`` is called with a message about the
+    address of the metrics endpoint.
 
     Raises:
         ConfigError: a port is in use or a package is missing.

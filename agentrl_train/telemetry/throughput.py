@@ -1,8 +1,8 @@
 """Throughput of each step, with the ceiling of each rate.
 
 The ceiling is the rate while the responsible part was busy: trained tokens per second of a trainer that never
-waits, sampled tokens per second of an engine that is never idle, weights pushed at memory copy bandwidth. The
-difference is waiting time, reported as idle shares.
+waits, sampled tokens per second of an engine that is never idle, and weights pushed at memory copy bandwidth.
+The difference is waiting time, which is reported as idle shares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 Statistics = Callable[[], Mapping[str, float]]
 COPIED_BYTES = 1 << 26
-"""Size of the bandwidth measurement; larger than processor caches."""
+"""Size of the bandwidth measurement, which is larger than processor caches."""
 
 
 class Throughput:
@@ -23,7 +23,7 @@ class Throughput:
     Args:
         statistics: returns the running totals: ``sampled_tokens``, ``prefilled_tokens``, ``busy_s`` and any
             others.
-        copy_bytes_per_s: copy bandwidth of the memory that weights are pushed through.
+        copy_bytes_per_s: copy bandwidth of the memory through which weights are pushed.
     """
 
     def __init__(self, statistics: Statistics, *, copy_bytes_per_s: float = 0.0) -> None:
@@ -33,7 +33,7 @@ class Throughput:
         self.begin()
 
     def begin(self) -> None:
-        """Restart the measurement, so that the time before it belongs to no step."""
+        """Restart the measurement, so that earlier time does not count for a step."""
         self._mark, self._totals = time.monotonic(), dict(self._statistics())
         self._cpu_s = time.process_time()
 
@@ -44,7 +44,7 @@ class Throughput:
 
         Args:
             metrics: metrics of the step: ``loss_tokens``, ``publish_bytes``, ``publish_seconds``.
-            waited_s: time the trainer waited for episodes.
+            waited_s: time that the trainer waited for episodes.
             discarded_tokens: running total of sampled tokens that are not trained on.
         """
         now, totals = time.monotonic(), dict(self._statistics())

@@ -5,8 +5,8 @@
     {"turns": [{"token_ids": [...], "logprobs": [...], "versions": [...], "advantages": [...]}, ...]}
 
 The turns are in the order in which they were sampled, the ``number`` of a turn in the readable line.
-``advantages`` is null for an episode that was not trained on, such as an evaluation's. The text of the tokens
-is not stored: each checkpoint has the tokenizer.
+``advantages`` is null for an episode that was not trained on, for example in an evaluation. The text of the
+tokens is not stored, because each checkpoint has the tokenizer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TurnAdvantages = Sequence[Sequence[float]]
 def trained_advantages(
     groups: Sequence[TrajectoryGroup], rows: Sequence[TokenSequence]
 ) -> dict[int, TurnAdvantages]:
-    """Return the advantages of each trajectory that was trained on, by its number in the step.
+    """Return the advantages of each trained trajectory by its number in the step.
 
     Args:
-        groups: the groups of a step; their trajectories are numbered from 0.
+        groups: the groups of a step. Their trajectories are numbered from 0.
         rows: the rows of the step, with the advantages of its loss. Rows that do not cover exactly the
             sampled tokens of their trajectory are ignored.
     """
@@ -95,7 +95,7 @@ def write_tokens(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_tokens(path: Path, line: int) -> dict[str, Any] | None:
-    """Return one line of a file, counted from 0; None if it does not exist, or is not complete yet."""
+    """Return one line of a file, counted from 0, or None if it does not exist or is not complete yet."""
     try:
         lines = gzip.decompress(path.read_bytes()).split(b"\n")
         record = json.loads(lines[line])

@@ -1,8 +1,8 @@
 """Trace of a run in the Chrome trace event format, for https://ui.perfetto.dev.
 
-``trace.json`` is a complete JSON array after every event: each event overwrites the closing bracket and adds
-a new one. A killed run leaves at worst a truncated last line, which Perfetto ignores and a resumed run
-removes. Times are microseconds since the epoch.
+``trace.json`` is a complete JSON array after every event, because each event overwrites the closing bracket
+and adds a new one. A killed run leaves at worst a truncated last line, which Perfetto ignores and a resumed
+run removes. Times are microseconds since the epoch.
 
 Tracks are named ``group/track``::
 
@@ -34,7 +34,7 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 logger = logging.getLogger(__name__)
 
 GROUPS = ("trainer", "engine", "slots", "numbers")
-"""Groups of tracks in display order; each appears as a process."""
+"""Groups of tracks in display order. Each appears as a process."""
 COUNTERS = {
     "tokens a second": {"trained": "trained_tokens_per_s", "sampled": "sampled_tokens_per_s"},
     "idle share": {"trainer": "trainer_idle", "engine": "engine_idle"},
@@ -48,11 +48,11 @@ TAIL_BYTES = 1 << 16
 class TraceFile:
     """Writes trace events to a file. Implements ``Trace`` and ``Sink``.
 
-    At half of ``max_bytes`` the file is renamed to ``trace.earlier.json``, which replaces an earlier one, and
-    a new file is started. A write error ends the trace with a warning; the run continues.
+    At half of ``max_bytes`` the file is renamed to ``trace.earlier.json``, replacing an earlier file, and a
+    new file is started. A write error ends the trace with a warning, but the run continues.
 
     Args:
-        path: the file; events are appended to an existing one.
+        path: the file. Events are appended to an existing file.
         max_bytes: size limit of both files together.
 
     Raises:
@@ -71,7 +71,7 @@ class TraceFile:
 
     @contextmanager
     def span(self, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Record the duration of the block; facts known only at its end may be added to the yielded dict."""
+        """Record the duration of the block. Late attributes can be added to the yielded dict."""
         started = time.monotonic()
         try:
             yield facts
@@ -119,7 +119,7 @@ class TraceFile:
                 self._write("numbers", {"name": name, "ph": "C", "ts": now, "pid": pid, "args": values})
 
     def close(self) -> None:
-        """Close the file; later events are dropped. Idempotent."""
+        """Close the file. Later events are dropped. Idempotent."""
         with self._lock:
             self._close()
 
@@ -175,7 +175,7 @@ class TraceFile:
 
 
 def _complete_size(file: int) -> int:
-    """Return the position after the last complete event of a trace, 0 if there is none."""
+    """Return the position after the last complete event of a trace, or 0 if there is none."""
     size = os.fstat(file).st_size
     start = max(0, size - TAIL_BYTES)
     tail = os.pread(file, size - start, start)
@@ -200,7 +200,7 @@ def _is_number(value: float | None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; non-finite numbers become text."""
+    """Return a value for JSON. Non-finite numbers become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -219,5 +219,5 @@ def _metadata(track: str) -> Iterator[dict[str, Any]]:
 
 
 def _track_id(track: str) -> int:
-    """Return an id of the track that is stable across resumes."""
+    """Return an id of the track that stays the same after a resume."""
     return zlib.crc32(track.encode()) & 0x7FFFFFFF

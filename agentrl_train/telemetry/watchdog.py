@@ -1,7 +1,7 @@
 """Deadlines for blocking calls, processes that end with their parent, and a watchdog that reports every slot.
 
-The watchdog observes trace spans. If none begins or ends for a while, it logs the open spans of every slot
-from a separate thread, so that a blocked event loop is reported too::
+The watchdog observes trace spans. If no span starts or ends for a while, it logs the open spans of every slot
+from a separate thread, so that it also reports a blocked event loop::
 
     no progress for 60 s; open spans:
     slot      task   sample  sibling  attempt  session   turn    waiting for   seconds
@@ -51,7 +51,7 @@ class Watchdog:
     """Tracks open spans; implements ``Trace`` and forwards to another one.
 
     Args:
-        quiet_s: time without progress after which the table is logged; doubled after each report.
+        quiet_s: time without progress after which the table is logged. It doubles after each report.
         trace: receives all spans.
         log: logs the table.
     """
@@ -167,7 +167,7 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
         doing: description for the error message.
 
     Raises:
-        Stalled: the deadline passed; the thread cannot be stopped and is abandoned.
+        Stalled: the deadline passed. The thread cannot be stopped and is abandoned.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -1,9 +1,9 @@
 """The syntax of tool calls, by family of models: text of a turn -> thought, content and calls, and back.
 
-``parser_for`` chooses a family from a chat template; ``PARSERS`` holds them by name. Nothing in a thought is
-a call. Where a call begins and cannot be read, it becomes a call without a name, never content: it is
-answered with an error for the model (``errors.py``). ``read_turn`` (``turn.py``) also reads calls of known
-tools that are JSON outside of the syntax of the family.
+``parser_for`` selects a family for a chat template, and ``PARSERS`` has all families by name. Text in a
+thought is never a call. A call that starts but cannot be parsed becomes a call without a name, not content.
+It is answered with an error for the model (``errors.py``). ``read_turn`` (``turn.py``) also parses calls of
+known tools that are JSON outside the syntax of the family.
 """
 
 from __future__ import annotations
@@ -165,18 +165,18 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
 )
 
 PARSERS: Mapping[str, ToolParser] = {family.name: family for family in _FAMILIES}
-"""Parsers by the name that the setting ``tool_parser`` takes."""
+"""Parsers by name, which is a value of the setting ``tool_parser``."""
 
 
 def parser_for(chat_template: str) -> ToolParser | None:
-    """Return the family whose calls a chat template writes, or None if it writes none that is known."""
+    """Return the family of the calls that a chat template writes, or None if it writes no known calls."""
     return next((family for family in _FAMILIES if re.search(family.template, chat_template)), None)
 
 
 def parser_named(name: str, chat_template: str) -> ToolParser:
-    """Return the parser of a name, which reads the thoughts of the template as well.
+    """Return the parser with a name. It also parses the thoughts of the template.
 
-    The calls that a prompt describes are those of Hermes.
+    The parser "prompt" uses the calls of Hermes.
     """
     written, parser = parser_for(chat_template), _HERMES if name == PROMPT else PARSERS[name]
     if not isinstance(parser, Family):
@@ -190,12 +190,12 @@ def parser_named(name: str, chat_template: str) -> ToolParser:
 
 
 def _tag(thought: str) -> str:
-    """Return what opens a thought of some form."""
+    """Return the text that opens a thought of some form."""
     return thought.partition("{}")[0].strip()
 
 
 THOUGHT_BEGINS = f"(?:{one_of({_tag(form) for family in _FAMILIES for form in family.thoughts})})"
-"""Pattern of what opens a thought."""
+"""Pattern of the text that opens a thought."""
 _THOUGHT_ENDS = one_of(
     {
         form.partition("{}")[2].strip()

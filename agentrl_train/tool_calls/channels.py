@@ -27,14 +27,14 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Harmony:
-    """Thoughts are on the channel ``analysis``, content on ``final``; calls go ``to=functions.name``."""
+    """Thoughts are on the channel ``analysis``, and content on ``final``. Calls go ``to=functions.name``."""
 
     name: str = "harmony"
     template: str = r"<\|channel\|>"
     thoughts: tuple[str, ...] = ("<|channel|>analysis<|message|>{}<|end|>",)
 
     def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
-        """Parse a turn, as ``ToolParser`` says. A message to a tool is a call on any channel."""
+        """Parse a turn like ``ToolParser``. A message to a tool is a call on any channel."""
         text = without_surrogates(text)
         if in_thought:
             text = f"<|channel|>analysis<|message|>{text}"
@@ -63,7 +63,7 @@ class Harmony:
         return ParsedTurn(said or None, thought or None, tuple(calls))
 
     def render(self, turn: ParsedTurn, *, in_thought: bool = False) -> str:
-        """Render a turn, as ``ToolParser`` says."""
+        """Render a turn like ``ToolParser``."""
         messages = []
         if turn.thought or in_thought:
             opening = "" if in_thought else "<|channel|>analysis<|message|>"

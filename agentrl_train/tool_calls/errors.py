@@ -1,4 +1,4 @@
-"""Error messages for turns without a call, and for calls that could not be read: they teach the syntax."""
+"""Error messages for turns without a call and for unreadable calls. They teach the syntax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl_train.tool_calls.schemas import example_arguments
 from agentrl_train.tool_calls.turn import OBJECT, ParsedCall, ParsedTurn, ToolParser, model_json, scan_json
 
 _QUOTED = 24
-"""Characters quoted in front of an error."""
+"""Number of quoted characters before an error."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 """A string, closed or not, or a bracket."""
 _CLOSING = {"{": "}", "[": "]"}
@@ -25,11 +25,11 @@ def with_syntax(
     parser: ToolParser,
     tools: Sequence[ToolSpec],
 ) -> Sequence[Message]:
-    """Return the environment's reply to a turn, with the reason and the syntax if no call could be read.
+    """Return the environment's reply to a turn, with the reason and the syntax if no call could be parsed.
 
-    The environment knows nothing of the text: it sees a message without calls, or a call without a name. It
-    answers the first with a text, to which the syntax is added if the turn counts as invalid, and the second
-    with an error, which is replaced.
+    The environment does not get the original text. It sees a message without calls, or a call without a name.
+    It answers a message without calls with a text, and the syntax is added if the turn counts as invalid. It
+    answers a call without a name with an error, which is replaced.
     """
     if not tools:
         return reply
@@ -52,7 +52,7 @@ def with_syntax(
 
 
 def syntax(parser: ToolParser, tools: Sequence[ToolSpec], text: str = "") -> str:
-    """Return the syntax of a call, with the tool that a text mentions, or else the first, as an example."""
+    """Return the syntax of a call. The example is the tool in a text, or else the first tool."""
     tool = next((tool for tool in tools if tool.function.name in text), tools[0])
     arguments = model_json(example_arguments(tool, text="..."))
     call = parser.render(ParsedTurn(calls=(ParsedCall(tool.function.name, arguments),)))
@@ -60,7 +60,7 @@ def syntax(parser: ToolParser, tools: Sequence[ToolSpec], text: str = "") -> str
 
 
 def problem(text: str, tools: Sequence[ToolSpec]) -> str:
-    """Return why a text could not be read as a call."""
+    """Return why a text could not be parsed as a call."""
     start = text.find("{")
     if start < 0:
         return "it has no complete name and arguments"

@@ -1,7 +1,8 @@
-"""The form that a request demands of an answer, as a grammar of llguidance.
+"""The required form of an answer as a grammar of llguidance.
 
-The answer is in the model's own syntax: a thought if the model thinks, then calls as the family writes
-them, or JSON. The JSON of a call has the blanks of chat templates, and the JSON of content a bounded number.
+The answer is in the model's own syntax: a thought if the model thinks, then calls as the family writes them,
+or JSON. The JSON of a call has the blanks of chat templates, and the JSON of content has a limited number of
+blanks.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _ANY_TEXT = "/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The form that a request demands of an answer."""
+    """The required form of an answer."""
 
     calls: Literal["auto", "none", "required"] = "auto"
     tool: str | None = None
-    """The only tool that can be called, once; None is any."""
+    """The only tool that can be called, once; None allows any tool."""
     choice_parameter: str = "tool_choice"
-    """Parameter of the request that demands calls or forbids them."""
+    """Parameter of the request that requires or forbids calls."""
     schema: str | None = None
-    """JSON Schema of the content, as JSON; None is any text."""
+    """JSON Schema of the content, as JSON; None allows any text."""
     schema_parameter: str = "response_format"
-    """Parameter of the request that holds the schema."""
+    """Parameter of the request that has the schema."""
     parallel: bool = True
-    """Whether an answer can hold several calls."""
+    """Whether an answer can have several calls."""
 
     def __bool__(self) -> bool:
         """Return True if some answers are excluded."""
@@ -57,7 +58,7 @@ class Writer(Protocol):
         ...
 
     def control(self, text: str) -> str:
-        """Return the control token that a text begins with, or "" if it begins with none."""
+        """Return the control token at the start of a text, or "" if there is none."""
         ...
 
 
@@ -73,12 +74,12 @@ def grammar(
     """Return the grammar of the answers to a request.
 
     Args:
-        constraint: the form that the request demands.
+        constraint: the required form.
         parser: the syntax of calls and thoughts.
         tools: the tools that can be called.
         writer: writes texts for the tokenizer.
-        thinks: whether the policy can write a thought in front.
-        in_thought: whether the prompt has opened a thought.
+        thinks: True if the policy can first write a thought.
+        in_thought: True if the prompt has opened a thought.
 
     Raises:
         Unwritable: the calls of the family have no grammar.
@@ -116,23 +117,23 @@ def _thought(parser: ToolParser, writer: Writer, *, opened: bool) -> Iterator[st
 
 
 def _without_calls(parser: ToolParser, tools: Sequence[ToolSpec], writer: Writer) -> str:
-    """Return any text without the control token that opens calls, neither the token nor its text."""
+    """Return any text without the control token that opens calls, both as a token and as text."""
     opening = writer.control(_parts(parser, tools[0].function.name)[0])
     if not opening:
         raise Unwritable(f"calls in the syntax {parser.name!r} cannot be forbidden; leave the tools out")
-    # Terminals alone can be excluded. Control tokens are in no text.
+    # Only terminals can be excluded. Text never contains control tokens.
     return f"/(?s:.*)/ & ~/(?s:.*){_escaped(opening)}(?s:.*)/"
 
 
 def tags(parser: ToolParser) -> tuple[str, str]:
-    """Return what opens and what closes a thought of a family."""
+    """Return the texts that open and close a thought of a family."""
     forms: Sequence[str] = getattr(parser, "thoughts", ())
     opening, _, closing = (forms[0] if forms else "<think>{}</think>").partition("{}")
     return opening.strip(), closing.strip()
 
 
 def _until(closing: str, writer: Writer, *, name: str) -> str:
-    """Return the rule of any text up to a closing tag, and the tag. Blanks in front of it are text."""
+    """Return the rule for any text up to a closing tag, and the tag. Blanks before the tag are text."""
     if writer.control(closing.strip()):
         return f"{name}: any_text {writer.written(closing.lstrip())}"
     return f"{name}[lazy]: /(?s:.*){_escaped(closing)}/"
@@ -189,7 +190,7 @@ def _tagged_calls(
 
 
 def _parts(parser: ToolParser, name: str, *, behind: int = 0) -> tuple[str, str, str]:
-    """Return the text in front of the arguments of a call, between those of two calls, and behind the last.
+    """Return the texts before the arguments of a call, between those of two calls, and after the last.
 
     Args:
         parser: writes the calls.

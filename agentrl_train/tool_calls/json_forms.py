@@ -1,4 +1,4 @@
-"""Families whose calls hold JSON: in a tag, bare, or after the name of the tool."""
+"""Families with calls as JSON: in a tag, bare, or after the name of the tool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JsonFamily(Family):
     closing_tag: str
     opening: str = ""
     listed: bool = True
-    """Whether all calls of a turn are one list, or each has a tag of its own."""
+    """Whether all calls of a turn are one list, or each call has its own tag."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "opening", self.opening or re.escape(self.opening_tag))
@@ -39,7 +39,7 @@ class JsonFamily(Family):
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
-        """Read the JSON after the tag, wherever it ends: a string in it may hold the closing tag."""
+        """Read the JSON after the tag up to its end. A string in it can contain the closing tag."""
         if (found := read_json(text, opening.end())) and (end := self._end.match(text, found[1])):
             body = text[opening.end() : found[1]]
             return entries(found[0], body, self.entry), end.end()
@@ -72,12 +72,12 @@ class Apertus(JsonFamily):
     """``<|tools_prefix|>[{"name": {arguments}}]<|tools_suffix|>``."""
 
     def entry(self, value: dict[str, Any], text: str) -> ParsedCall:
-        """Read one call: an object of one key."""
+        """Read one call, which is an object with one key."""
         name, arguments = next(iter(value.items()), ("", None))
         return called(name if len(value) == 1 else "", arguments, text)
 
     def body(self, call: ParsedCall) -> dict[str, Any]:
-        """Return an object of one key."""
+        """Return an object with one key."""
         return {call.name: arguments_of(call)}
 
 
@@ -89,7 +89,7 @@ class Cohere(JsonFamily):
         return called(value.get("tool_name"), value.get("parameters"), text, value.get("tool_call_id", ""))
 
     def write(self, calls: Sequence[ParsedCall]) -> str:
-        """Return the calls, numbered where they have no id."""
+        """Return the calls, numbered if they have no id."""
         return super().write([ParsedCall(c.name, c.arguments, c.id or str(n)) for n, c in enumerate(calls)])
 
     def body(self, call: ParsedCall) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Llama(Family):
 
 
 def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
-    """Return whether JSON is a call, however malformed, and not an answer that a name is a part of."""
+    """Return True if JSON is a call, even a malformed one, and not an answer that contains a name."""
     parts = (value.get(key) for key in ("parameters", "arguments", "function"))
     return any(isinstance(part, dict) for part in parts) or value.get("name") in {
         tool.function.name for tool in tools
@@ -141,7 +141,7 @@ def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
 class Mistral(Family):
     """``[TOOL_CALLS]`` with a list of JSON calls, or ``name[ARGS]{...}``, or ``name[CALL_ID]id[ARGS]{...}``.
 
-    Each of the three is read; ``form`` is the one that is written.
+    All three forms can be read. ``form`` is the form to write.
     """
 
     form: str
@@ -210,7 +210,7 @@ class NamedFamily(Family):
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
-        """Read the calls of a block. A string in the arguments may hold the closing tokens."""
+        """Read the calls of a block. A string in the arguments can contain the closing tokens."""
         open_call, divider, close_call = (re.escape(token) for token in self.call)
         begin = re.compile(rf"\s*{open_call}(.*?){divider}", re.DOTALL)
         finish = re.compile(rf"\s*(?:{close_call}|\Z|(?={open_call}|{re.escape(self.block[1])}))")
@@ -257,7 +257,7 @@ class NamedFamily(Family):
 class DeepSeek(NamedFamily):
     """``name<|sep|>{...}``, and before V3.1 ``function<|sep|>name`` with the arguments in a fence.
 
-    Both are read; ``fenced`` is the one that is written.
+    Both forms can be read. ``fenced`` selects the form to write.
     """
 
     fenced: bool
@@ -278,7 +278,7 @@ class DeepSeek(NamedFamily):
         return "function" if self.fenced else call.name
 
     def arguments(self, call: ParsedCall) -> str:
-        """Return the arguments, after the name and in a fence if they are written so."""
+        """Return the arguments. In the fenced form they follow the name in a code fence."""
         arguments = super().arguments(call)
         return f"{call.name}\n```json\n{arguments}\n```" if self.fenced else arguments
 
@@ -352,7 +352,7 @@ def _gemma_value(text: str, position: int) -> tuple[Any, int]:
     """Return the value at a position and the position after it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no value.
     """
     position = _after_space(text, position)
     if text.startswith(_GEMMA_QUOTE, position):
@@ -396,7 +396,7 @@ def _gemma_key(text: str, position: int) -> tuple[str, int]:
 
 
 def _gemma_text(value: Any) -> str:
-    """Return a value as the template writes it: the keys in alphabetical order."""
+    """Return a value as the template writes it, with keys in alphabetical order."""
     if isinstance(value, str):
         return f"{_GEMMA_QUOTE}{value}{_GEMMA_QUOTE}"
     if isinstance(value, dict):
@@ -419,7 +419,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def entries(value: Any, text: str, read: Any) -> list[ParsedCall]:
-    """Read a JSON value as one call or a list of calls; a list without calls is one unreadable call."""
+    """Read a JSON value as one call or a list of calls. A list without calls is one unreadable call."""
     if isinstance(value, dict):
         return [read(value, text)]
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -428,7 +428,7 @@ def entries(value: Any, text: str, read: Any) -> list[ParsedCall]:
 
 
 def json_call(value: dict[str, Any], text: str) -> ParsedCall:
-    """Read ``{"name": ..., "arguments": {...}}``, also with ``parameters``, or nested as OpenAI does it."""
+    """Read ``{"name": ..., "arguments": {...}}``, also with ``parameters`` or nested as OpenAI does."""
     function = value.get("function")
     if isinstance(function, dict):
         return json_call({"id": value.get("id"), **function, "function": None}, text)

@@ -1,4 +1,4 @@
-"""Families whose calls are Python: ``[move(x=1, to="a")]``."""
+"""Families with calls as Python: ``[move(x=1, to="a")]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl_env.types import ToolSpec
 from agentrl_train.tool_calls.turn import Family, ParsedCall, arguments_of, called, unreadable
 
 _ATTEMPTS = 32
-"""Ends tried of one block."""
+"""Maximum number of possible ends to try for one block."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _MARK = "ᜀ"
 """A letter that hides keywords of Python from its parser."""
@@ -32,10 +32,10 @@ _KEYWORD = re.compile(rf"([(,]\s*(?:{_KEYWORDS})(?=\s*=(?!=))|(?:\A|[\[,.\n])\s*
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFamily(Family):
-    """Calls in a list, or in lines of their own."""
+    """Calls in a list, or in separate lines."""
 
     closing: str
-    """Pattern of what follows the calls."""
+    """Pattern of the text after the calls."""
     form: str
     """Form of the block, with ``{}`` for the calls."""
     separator: str = ", "
@@ -44,7 +44,7 @@ class PythonFamily(Family):
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
-        """Read the calls of a block, up to the first end that makes them Python: strings may hold ends."""
+        """Read the calls of a block up to the first end that gives valid Python. Strings can contain ends."""
         start = opening.end()
         found = islice(re.finditer(self.closing, text[start:]), _ATTEMPTS)
         ends = [(start + end.start(), start + end.end()) for end in found] or [(len(text), len(text))]
@@ -59,11 +59,11 @@ class PythonFamily(Family):
 
 
 def python_calls(source: str) -> list[ParsedCall] | None:
-    """Return the calls that Python source consists of, or None if it is not calls.
+    """Return the calls in Python source, or None if it does not consist of calls.
 
-    The source is parsed, never run. Arguments are literals, also those of JSON. Tools and parameters may have
+    The source is parsed, never run. Arguments are literals of Python or JSON. Tools and parameters can have
     names that are keywords of Python. A call with other arguments is unreadable. Some templates put quotes
-    around a string and escape nothing in it: it is read where nothing else fits.
+    around a string without escaping its content. Such strings are read if nothing else fits.
     """
     source = source.strip()
     escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
@@ -71,7 +71,7 @@ def python_calls(source: str) -> list[ParsedCall] | None:
     for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"), _quoted(source))):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of unknown escapes in strings
+                warnings.simplefilter("ignore")  # about unknown escapes in strings
                 module = ast.parse(attempt)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             continue
@@ -99,7 +99,7 @@ def python_value(text: str) -> Any:
 
 
 def _quoted(source: str) -> str:
-    """Return the source with all escaped in strings that run to the quote before what follows them."""
+    """Return the source with escaped strings. Strings extend to the quote before the next part."""
     parts, position = [], 0
     while start := _STRING.search(source, position):
         end = _STRING_END[start[1]].search(source, start.end())
@@ -167,7 +167,7 @@ def _shown(text: str) -> str:
 
 def _python_call(call: ParsedCall) -> str:
     arguments = arguments_of(call)
-    # What is no name in Python goes into a dictionary.
+    # Names that are not valid in Python go into a dictionary.
     named = {key for key in arguments if key.isascii() and key.isidentifier() and not keyword.iskeyword(key)}
     parts = [f"{key}={arguments[key]!r}" for key in arguments if key in named]
     if others := {key: value for key, value in arguments.items() if key not in named}:

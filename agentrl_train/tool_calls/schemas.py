@@ -1,4 +1,4 @@
-"""The schemas of tools as a model sees them, and examples of arguments that fit them."""
+"""The schemas of tools as shown to a model, and examples of matching arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def example_arguments(tool: ToolSpec, *, text: str) -> dict[str, Any]:
-    """Return arguments that fit the schema of a tool, with ``text`` for strings."""
+    """Return arguments that match the schema of a tool, with ``text`` for strings."""
     properties = tool.function.parameters.get("properties")
     if not isinstance(properties, dict):
         return {}

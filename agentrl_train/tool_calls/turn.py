@@ -1,8 +1,8 @@
 """An assistant turn as text and as its parts: thought, content and calls.
 
-Instruct models often write a call in a code fence or bare, and the token limit can cut the closing tag.
-``read_tolerantly`` reads those as well: an object is a call only if it names a tool of the session and its
-arguments are a JSON object.
+Instruct models often write a call in a code fence or without tags, and the token limit can cut off the
+closing tag. ``read_tolerantly`` also reads such calls: an object is a call only if it names a tool of the
+session and its arguments are a JSON object.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from agentrl_env.types import ToolSpec
 
 OBJECT = re.compile(r'{\s*"(?:name|arguments|parameters|id|type|function)"\s*:')
-"""Pattern of the beginning of a JSON object that might be a call."""
+"""Pattern of the start of a JSON object that might be a call."""
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
-"""Keys of a call. An object with others, such as a description, is something else: the tool's schema."""
+"""Keys of a call. An object with other keys, such as a description, is not a call but the tool's schema."""
 _FENCE = re.compile(r"```[\w-]*\Z")
 _AFTER = re.compile(r"\s*[,;]?\s*(?:\]\s*)?(?:```)?")
 
@@ -30,14 +30,14 @@ _AFTER = re.compile(r"\s*[,;]?\s*(?:\]\s*)?(?:```)?")
 class ParsedCall:
     """One call of a tool.
 
-    A call that could be read has a name, and as arguments the text of a JSON object. One that could not has
-    an empty name, and its own text as arguments.
+    A readable call has a name, and the text of a JSON object as arguments. An unreadable call has an empty
+    name, and its own text as arguments.
     """
 
     name: str
     arguments: str
     id: str = field(default="", compare=False)
-    """The id that the model wrote, where the family's calls carry one; else empty."""
+    """The id that the model wrote if the family's calls have ids, or else ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,14 @@ class ToolParser(Protocol):
         ...
 
     def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
-        """Parse a sampled turn. Any text parses; nothing raises.
+        """Parse a sampled turn. Any text can be parsed, so this never raises.
 
         Args:
             text: the completion, decoded with its special tokens, without the final stop token.
-            tools: the tools of the session; their schemas decide the types of arguments written without.
-            in_thought: whether the generation prompt has opened a thought (it ends with ``<think>``), so that
-                the turn begins inside it. Without its closing tag the whole turn is then a thought.
+            tools: the tools of the session. Their schemas determine the types of arguments written without
+                types.
+            in_thought: True if the generation prompt has opened a thought (it ends with ``<think>``), so that
+                the turn starts inside it. Without its closing tag the whole turn is then a thought.
         """
         ...
 
@@ -73,7 +74,8 @@ class ToolParser(Protocol):
 
         Args:
             turn: content, thought and calls.
-            in_thought: as in ``parse``: the opening tag of the thought is left out, the closing tag never.
+            in_thought: as in ``parse``. The opening tag of the thought is then omitted, but never the closing
+                tag.
 
         Raises:
             ValueError: the arguments of a call are not a JSON object.
@@ -87,16 +89,16 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """What the families share: a turn is text, with thoughts and calls between their marks."""
+    """Base of the families: a turn is text, with thoughts and calls between their marks."""
 
     name: str
     template: str
-    """Pattern of what a chat template of the family holds, and none of an earlier family in ``PARSERS``."""
+    """Pattern in chat templates of the family that is not in those of earlier families in ``PARSERS``."""
 
     opening: str
-    """Pattern at which a call, or a block of calls, begins."""
+    """Pattern of the start of a call, or of a block of calls."""
     thoughts: tuple[str, ...] = ("<think>\n{}\n</think>\n\n",)
-    """Forms of a thought, the family's own first."""
+    """Forms of a thought, starting with the family's own."""
     spoken: str = "{}"
     """Form of the content."""
     gap: str = "\n"
@@ -106,7 +108,7 @@ class Family(ABC):
     def read(
         self, text: str, opening: re.Match[str], tools: Sequence[ToolSpec]
     ) -> tuple[list[ParsedCall], int]:
-        """Return the calls that begin at a match of ``opening``, and the position after them.
+        """Return the calls that start at a match of ``opening``, and the position after them.
 
         Without calls, the text up to that position is content.
         """
@@ -116,7 +118,7 @@ class Family(ABC):
         """Return the text of calls."""
 
     def parse(self, text: str, tools: Sequence[ToolSpec] = (), *, in_thought: bool = False) -> ParsedTurn:
-        """Parse a turn, as ``ToolParser`` says."""
+        """Parse a turn like ``ToolParser``."""
         text = without_surrogates(text)
         content: list[str] = []
         thoughts: list[str] = []
@@ -136,7 +138,7 @@ class Family(ABC):
                 thoughts.append(thought)
                 position = min(len(text), mark.end() + len(thought) + len(closing_tag))
             elif mark["close"]:
-                # A thought that was opened before the text: all so far belongs to it.
+                # The thought was opened before the text, so all text so far belongs to it.
                 thoughts, content, calls = [text[: mark.start()]], [], []
                 position = mark.end()
             else:
@@ -150,7 +152,7 @@ class Family(ABC):
         return ParsedTurn(said or None, thought or None, tuple(calls))
 
     def render(self, turn: ParsedTurn, *, in_thought: bool = False) -> str:
-        """Render a turn, as ``ToolParser`` says."""
+        """Render a turn like ``ToolParser``."""
         text = ""
         if turn.thought or in_thought:
             opening, _, closing = self.thoughts[0].partition("{}")
@@ -186,12 +188,12 @@ class Family(ABC):
 
     @cached_property
     def _unwrapped(self) -> re.Pattern[str]:
-        """What surrounds the content in ``spoken``."""
+        """Texts before and after the content in ``spoken``."""
         return re.compile(one_of(part for part in self.spoken.split("{}") if part))
 
 
 def one_of(texts: Iterable[str]) -> str:
-    """Return a pattern of any of some texts; longest first, as one may begin with another."""
+    """Return a pattern of any of some texts, longest first because one can start with another."""
     return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
 
 
@@ -202,16 +204,16 @@ def until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 
 def unreadable(text: str) -> ParsedCall:
-    """Return the call that stands for text which is none."""
+    """Return an unreadable call for a text."""
     return ParsedCall("", text.strip())
 
 
 def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCall:
-    """Return a call of parsed parts, unreadable unless there is a name and the arguments are an object.
+    """Return a call of parsed parts. It is unreadable unless it has a name and an object as arguments.
 
     Args:
         name: name of the tool.
-        arguments: JSON object or its text; None if there are none.
+        arguments: JSON object or its text; None if there are no arguments.
         text: text of the call.
         call_id: the id that the model wrote.
     """
@@ -226,7 +228,7 @@ def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCal
             arguments if isinstance(arguments, str) else json_text(value),
             call_id if isinstance(call_id, str) else "",
         )
-    except (ValueError, RecursionError):  # ValueError: not JSON, or a number that JSON cannot hold
+    except (ValueError, RecursionError):  # ValueError: not JSON, or a number that JSON cannot represent
         return unreadable(text)
 
 
@@ -237,7 +239,7 @@ def read_json(text: str, position: int) -> tuple[Any, int] | None:
 
 
 def scan_json(text: str, position: int) -> tuple[Any, int] | json.JSONDecodeError:
-    """Return what ``read_json`` returns, or the error if there is no JSON value."""
+    """Like ``read_json``, but return the error if there is no JSON value."""
     start = _SPACE.match(text, position)
     assert start is not None
     try:
@@ -302,9 +304,9 @@ def read_turn(
     thought: re.Pattern[str],
     in_thought: bool = False,
 ) -> tuple[ParsedTurn, bool]:
-    """Parse a turn like ``ToolParser.parse``; return it, and True if the tolerant reader found calls.
+    """Parse a turn like ``ToolParser.parse``. Also return True if the tolerant reader found calls.
 
-    Text with a mark of a ``thought`` is left to the parser.
+    The tolerant reader skips text with a mark of a ``thought``.
     """
     turn = parser.parse(text, tools, in_thought=in_thought)
     tolerant = read_tolerantly(turn, tools, thought=thought)
@@ -314,10 +316,10 @@ def read_turn(
 def read_tolerantly(
     turn: ParsedTurn, tools: Sequence[ToolSpec], *, thought: re.Pattern[str]
 ) -> ParsedTurn | None:
-    """Read the calls that the family's parser could not read; return None if there are none.
+    """Read the calls that the family's parser could not read. Return None if there are none.
 
-    Calls that could not be read are replaced by the calls in their text. The content is searched only if the
-    parser read no call. Text with a mark of a ``thought`` is left alone.
+    Unreadable calls are replaced by the calls in their text. The content is searched only if the parser read
+    no call. Text with a mark of a ``thought`` is skipped.
     """
     names = {tool.function.name for tool in tools}
     calls: list[ParsedCall] = []
@@ -341,7 +343,7 @@ def _calls_in(text: str, names: Collection[str]) -> tuple[list[ParsedCall], str]
     while opening := OBJECT.search(text, position):
         found = scan_json(text, opening.start())
         if isinstance(found, json.JSONDecodeError):
-            # The text up to the error is part of this object: no call of its own starts there.
+            # The text up to the error is part of this object, so no other call starts there.
             position = max(opening.end(), found.pos)
             continue
         value, end = found

@@ -1,4 +1,4 @@
-"""Families whose calls are tags, with arguments as text: types come from the schemas of the tools."""
+"""Families with calls in tags and arguments as text. The types come from the schemas of the tools."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from agentrl_train.tool_calls.turn import (
 
 @dataclass(frozen=True, kw_only=True)
 class XmlFamily(Family):
-    """Calls in tags; ``{}`` stands for names in the tags."""
+    """Calls in tags. ``{}`` stands for names in the tags."""
 
     call: tuple[str, str]
-    """Tags of a call; the opening one holds the name of the tool."""
+    """Tags of a call. The opening tag has the name of the tool."""
     parameter: tuple[str, str]
-    """Tags of an argument; the opening one holds its name."""
+    """Tags of an argument. The opening tag has its name."""
     block: tuple[str, str] = ("", "")
     """Tags around calls."""
     shared_block: bool = False
-    """Whether all calls of a turn are in one block, or each in its own."""
+    """Whether all calls of a turn are in one block, or each call has its own block."""
     cdata: bool = False
-    """Whether values with marks of XML or with newlines are CDATA."""
+    """Whether values with XML markup or newlines are written as CDATA."""
     opening: str = ""
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class XmlFamily(Family):
     @cached_property
     def _head(self) -> re.Pattern[str]:
         before, _, after = self.call[0].partition("{}")
-        # Without a tag after it, a name ends where the next tag begins.
+        # If no tag follows a name, it ends at the start of the next tag.
         return re.compile(
             rf"{_loose(before)}([^<>\"]*[^<>\"\s])\s*+{_loose(after) if after.strip() else '(?=<)'}"
         )
@@ -127,7 +127,7 @@ _ANY_SPACE = r"\s*+"
 
 
 def _loose(tags: str) -> str:
-    """Return a pattern of tags, with any space around them and at their newlines."""
+    """Return a pattern of tags, with any space around them and instead of their newlines."""
     return _ANY_SPACE + _ANY_SPACE.join(map(re.escape, tags.strip().split("\n"))) + _ANY_SPACE
 
 
@@ -136,11 +136,11 @@ _CDATA_BREAK = "]]]]><![CDATA[>"
 
 
 def typed(text: str, types: Set[str]) -> Any:
-    """Return the value of some JSON types that a text stands for.
+    """Return the value of a text that can have some JSON types.
 
-    Strings stay text. Others are JSON, or lists and objects as Python writes them, as some templates do; so
-    are texts without a type, if they parse. What does not parse stays text, about which the environment tells
-    the model.
+    Strings stay text. Other types are read as JSON, or as lists and objects in Python's syntax, which some
+    templates write. Texts without a type are also read in this way. A text that cannot be parsed stays text,
+    and the environment returns an error to the model.
     """
     plain = text.strip()
     if "null" in types and plain in ("null", "None"):
@@ -159,7 +159,7 @@ def typed(text: str, types: Set[str]) -> Any:
 
 
 def argument_types(schema: Mapping[str, Any], key: str) -> Set[str]:
-    """Return the JSON types that the schema of a tool allows for an argument; empty if it does not say."""
+    """Return the JSON types that the schema of a tool allows for an argument. Empty if it has none."""
     properties = schema.get("properties")
     pending = [properties.get(key)] if isinstance(properties, Mapping) else []
     types: set[str] = set()

@@ -170,7 +170,7 @@ def test_learned_advantages_rank_actions_by_the_hidden_information() -> None:
 
 
 def test_sample_without_privileged_information_is_refused() -> None:
-    with pytest.raises(ConfigError, match="samples of task 'a' hold nothing there"):
+    with pytest.raises(ConfigError, match="samples of task 'a' have no such data"):
         trainer().rows([group(episode([1.0]), episode([0.0]))])
 
 

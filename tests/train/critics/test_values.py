@@ -162,7 +162,7 @@ def test_resumed_critic_continues_bit_for_bit(tmp_path) -> None:
 
 
 def test_checkpoint_without_a_critic_is_refused(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="start the run anew"):
+    with pytest.raises(CheckpointError, match="start a new run"):
         critic().load(tmp_path)
 
 

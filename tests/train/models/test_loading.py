@@ -112,7 +112,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the weights are quantized": (
         lambda folder: configured("config.json", folder, quantization_config={"quant_method": "gptq"}),
-        r"its weights are quantized \(gptq\), and these cannot be trained: choose the model without",
+        r"its weights are quantized \(gptq\) and cannot be trained: choose the model without",
     ),
     "the template is not UTF-8": (
         lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}"),

@@ -266,9 +266,9 @@ def test_models_that_do_not_fit_are_explained(tmp_path, models):
     one, two, output = models["one"], models["two"], tmp_path / "merged"
     base = ["--base", models["base"], "-o", output]
     assert "the method ram-plus needs --base" in refused(one, two, "-o", output)
-    assert "exists already" in refused(one, two, "--base", models["base"], "-o", two)
+    assert "already exists" in refused(one, two, "--base", models["base"], "-o", two)
     make_model(vocabulary=300).save_pretrained(tmp_path / "wide")
-    assert "no models of one architecture" in refused(one, tmp_path / "wide", *base)
+    assert "not models of one architecture" in refused(one, tmp_path / "wide", *base)
     assert "cannot be read" in refused(one, tmp_path / "nothing", *base)
     assert "the density 0 of ties" in refused(one, two, *base, "--density", 0)
     (tmp_path / "adapter").mkdir()
@@ -278,7 +278,7 @@ def test_models_that_do_not_fit_are_explained(tmp_path, models):
     broken = load_file(next(two.glob("*.safetensors")))
     name, value = next(iter(broken.items()))
     save_file({**broken, name: torch.full_like(value, torch.nan)}, next(two.glob("*.safetensors")))
-    assert "has values that are no numbers" in refused(one, two, *base)
+    assert "has values that are not numbers" in refused(one, two, *base)
     assert not output.exists()
     assert not list(tmp_path.glob(".*.tmp"))
 

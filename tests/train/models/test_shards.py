@@ -53,13 +53,13 @@ def test_tensors_of_any_shape_are_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("like", [torch.zeros(5, 2), torch.zeros(4), torch.zeros(4, 2, 1)])
 def test_tensor_of_another_shape_is_refused(tmp_path: Path, like: torch.Tensor) -> None:
     write_part(tmp_path, 0, "x", torch.zeros(4, 2), [0, 0])
-    with open_shards(tmp_path) as shards, pytest.raises(CheckpointError, match="has not all of x"):
+    with open_shards(tmp_path) as shards, pytest.raises(CheckpointError, match="does not have all of x"):
         shards.fill("x", like)
 
 
 def test_lost_part_is_reported(tmp_path: Path) -> None:
     write_part(tmp_path, 0, "x", torch.zeros(2, 2), [0, 0])
-    with open_shards(tmp_path) as shards, pytest.raises(CheckpointError, match="has not all of x"):
+    with open_shards(tmp_path) as shards, pytest.raises(CheckpointError, match="does not have all of x"):
         shards.fill("x", torch.zeros(4, 2))
 
 
@@ -69,7 +69,7 @@ def test_state_of_another_format_is_refused_and_never_run(tmp_path: Path) -> Non
             return Path.touch, (tmp_path / "ran",)  # type: ignore[return-value]
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(CheckpointError, match="start the run anew"), open_shards(tmp_path):
+    with pytest.raises(CheckpointError, match="start a new run"), open_shards(tmp_path):
         pass
     (tmp_path / "rank-00000.safetensors").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(CheckpointError, match="cannot be read"), open_shards(tmp_path):

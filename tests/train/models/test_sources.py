@@ -113,7 +113,7 @@ def test_equal_head_is_tied_to_the_embedding(tmp_path: Path, caplog: pytest.LogC
     assert torch.equal(
         model.get_output_embeddings().weight, original.lm_head.weight.to(torch.bfloat16).float()
     )
-    assert "the head equals the embedding but for quantization" in caplog.text
+    assert "the head equals the embedding except for quantization" in caplog.text
 
 
 def test_other_head_stays_apart(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_values_outside_the_healthy_range_are_named(
 
 def test_low_entropy_without_signal_names_the_settings_that_help() -> None:
     ((_, warning),) = unhealthy({"entropy": 0.02}, [AGREE, AGREE, DIFFER], max_grad_norm=1.0)
-    assert "0.02 nats a token, and in 2 of 3 groups" in warning
+    assert "0.02 nats per token, and in 2 of 3 groups" in warning
     for setting in ("engine.temperature", "rollout.group_size", "algorithm.dynamic_sampling"):
         assert setting in warning
 

@@ -324,7 +324,7 @@ def test_step_far_from_the_sampling_policy_has_warning_with_settings() -> None:
     assert large_step_warning({"kl": 0.1}) is None
     warning = large_step_warning({"kl": 0.3456})
     assert warning is not None
-    assert warning.startswith("the policy is 0.35 nats a token from the one that sampled")
+    assert warning.startswith("the policy is 0.35 nats per token from the one that sampled")
     assert "lower train.learning_rate, or raise train.warmup_steps" in warning
 
 
