@@ -1,9 +1,9 @@
 """The engine: one process with TextWorld and ALFWorld imported, and a copy of it for each session.
 
-Run as a script, with the seconds of processor time that a request may take as its argument and a Unix socket
-as its standard input. Each message on it carries one end of a socket
-pair; the process forks, and the child plays one game over that socket, a JSON object on each line. Nothing
-of a game outlives its child: not what the planner leaks, and neither its crash nor its hang.
+Run as a script. Its argument is the number of seconds of processor time that a request can take, and its
+standard input is a Unix socket. Each message on the socket carries one end of a socket pair. The process
+forks, and the child plays one game over that socket, with a JSON object on each line. The child contains all
+leaks, crashes and hangs of its game and of the planner.
 
 TextWorld, Jericho and the planner are imported here and not by the task's server.
 """
@@ -32,12 +32,12 @@ else:
     missing = None
 
 SECONDS = 240
-"""Seconds of the clock that one request may take; the kernel then ends the child."""
+"""Wall time limit of one request in seconds. The kernel then ends the child."""
 MEMORY = 2 << 30
 TASK = re.compile(r'"rhs": "Your task is to: (?:[^"\\]|\\.)*"')
-"""The rule of a game's grammar that words its task."""
+"""The rule of a game's grammar that describes its task."""
 LONGEST_PLAN = 16
-"""Steps of the planner's solution that a generated game may need."""
+"""Maximum number of steps of the planner's solution of a generated game."""
 ATTEMPTS = 40
 
 
@@ -74,12 +74,12 @@ class Game:
         return self._seen()
 
     def plan(self) -> list[str]:
-        """Return commands that win from here; the state stays as it is."""
+        """Return commands that win from the current state, without changing the state."""
         inner = self.env.unwrapped
         return inner._pddl_state.replan(inner._entity_infos)
 
     def save(self, folder: str) -> dict:
-        """Write the game as ALFWorld's download has them."""
+        """Write the game in the format of ALFWorld's download."""
         os.makedirs(folder, exist_ok=True)
         game = {name: value for name, value in self.data.items() if name != "traj"}
         for name, content in (
@@ -92,7 +92,7 @@ class Game:
 
     def _start(self) -> None:
         self.env.load(self.data)
-        # reset() would translate the problem a second time, which is most of its cost.
+        # reset() would translate the problem a second time, which takes most of the time.
         fresh, original = self.env.unwrapped._pddl_state, logic.PddlState
         logic.PddlState = lambda *arguments: fresh
         try:
@@ -110,9 +110,9 @@ class Game:
 
 
 def remember_parsed_texts() -> None:
-    """Parse each text of the grammar once: parsing is most of a game's start, and of a step.
+    """Parse each text of the grammar once, because parsing takes most of the time of a start and of a step.
 
-    The document of all texts differs between games in the words of the task alone.
+    The documents of two games differ only in the words of the task.
     """
     texts, documents = cache(textgen._parse_and_convert), cache(logic._parse_and_convert)
 
@@ -139,7 +139,7 @@ def play(connection: socket.socket, cpu_seconds: float) -> None:
     game = Game()
     with connection.makefile("rwb") as stream:
         for line in stream:
-            # The default action of both signals ends the process, also while the planner's C++ code loops.
+            # The default action of both signals ends the process, even while the planner's C++ code loops.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             signal.alarm(SECONDS)
             name, *arguments = json.loads(line)

@@ -34,7 +34,7 @@ def _splits() -> tuple[str, ...]:
 
 
 class Games:
-    """The generated games of a split: a game follows from its split, level and number."""
+    """The generated games of a split. Split, level and number determine a game."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -58,7 +58,7 @@ class Alfworld(Environment):
     )
     tool_timeout = reset_timeout = 300.0
     expert_noise = 0.0
-    """Probability with which the expert, who knows where things are, goes to any of the places instead."""
+    """Probability that the expert, who knows where things are, goes to a random place instead."""
     engine = Engine()
     player = None
 
@@ -123,7 +123,7 @@ class Alfworld(Environment):
             self.take_action(action)
 
     def expert(self, rng):
-        """Follow the planner's solution; after another action, the planner solves what is left."""
+        """Follow the planner's solution. After another action, the planner solves the rest."""
         if rng.random() < self.expert_noise:
             places = [command for command in self.commands if command.startswith("go to ")]
             action = str(rng.choice(places or self.commands))
@@ -180,7 +180,7 @@ def _official_games(split: str) -> list[dict]:
 
 
 def _playable(path: Path) -> bool:
-    """Return whether ALFWorld itself would play a game: not with movable receptacles or sliced things."""
+    """Return True if ALFWorld itself would play a game: no movable receptacles and no sliced things."""
     if "movable" in str(path) or "Sliced" in str(path):
         return False
     try:

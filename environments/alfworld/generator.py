@@ -1,7 +1,7 @@
 """Generates ALFWorld games from the package's own domain, grammar, goals and floor plans; runs in the engine.
 
-A game is a PDDL problem: the floor plan decides which receptacles and things a room can have, the seed how
-many there are and where they are. Floor plans are divided among the splits.
+A game is a PDDL problem. The floor plan determines which receptacles and things a room can have, and the seed
+determines their number and positions. Floor plans are divided among the splits.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ APPLIANCE = {
     "pick_heat_then_place_in_recep": ("Heatable", "Microwave"),
     "pick_cool_then_place_in_recep": ("Coolable", "Fridge"),
 }
-"""Task type -> what its thing must be, and the receptacle that does it."""
+"""Task type -> required state of its thing, and the receptacle that produces it."""
 LAMPS = ("DeskLamp", "FloorLamp")
 MOUNTED = {"Sink", "Bathtub", "PaintingHanger", "TowelHolder", "HandTowelHolder", "ToiletPaperHanger"}
 COUNT = {"Cabinet": 6, "Drawer": 5, "CounterTop": 2, "StoveBurner": 4, "Shelf": 3, "SideTable": 2}
-"""Receptacles of a type in one room at most; one of every other type."""
+"""Maximum number of receptacles of a type in a room. Other types occur once."""
 STATES = {"Cleanable": "cleanable", "Heatable": "heatable", "Coolable": "coolable", "Sliceable": "sliceable"}
 
 
 class Level(NamedTuple):
-    """What makes games easier or harder."""
+    """Parameters of the difficulty of games."""
 
     tasks: tuple[str, ...]
     receptacles: int
     extras: int
     closed: bool
-    """Whether the wanted thing may be in a closed receptacle."""
+    """Whether the wanted thing can be in a closed receptacle."""
 
 
 LEVELS = {
@@ -57,7 +57,7 @@ SPLITS = {
 
 @cache
 def _inventory(scene: int) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the types in a floor plan, and the type of each receptacle there that opens."""
+    """Return the types in a floor plan, and the types of the receptacles that open."""
     plan = LAYOUTS / f"FloorPlan{scene}"
     have = set(json.loads(Path(f"{plan}-objects.json").read_text()))
     opens = json.loads(Path(f"{plan}-openable.json").read_text())
@@ -133,7 +133,7 @@ class _Draw:
         return thing in constants.VAL_RECEPTACLE_OBJECTS.get(kind, ())
 
     def _receptacles(self, needed: set[str], thing: str) -> list[str]:
-        """Draw the receptacles of the room, among them those that the task needs and one for the thing."""
+        """Draw the receptacles of the room, including those that the task needs and one for the thing."""
         rng = self.rng
         homes = [kind for kind in self.kinds if self._fits(thing, kind) and kind not in needed]
         if not self.level.closed:
@@ -150,7 +150,7 @@ class _Draw:
         return [kind for kind, count in counts.items() for _ in range(count)]
 
     def _place(self, things, thing, target, receptacles) -> list[tuple[str, int]]:
-        """Put things into receptacles; those that are wanted are not yet where they belong."""
+        """Put things into receptacles. The wanted things are not yet in their target receptacle."""
         rng = self.rng
         wanted = [thing] * (rng.randint(2, 3) if self.task == TWO else rng.randint(1, 2))
         others = [name for name in things if name != thing for _ in range(rng.randint(0, self.level.extras))]
@@ -167,14 +167,15 @@ class _Draw:
         return placed
 
     def _name(self, kind: str, taken: set[str]) -> str:
-        """Return an identifier as AI2-THOR makes them, of the kind and a position."""
+        """Return an identifier in AI2-THOR's form, from the kind and a position."""
         while True:
             signs, numbers = self.rng.choices(["plus", "minus"], k=3), self.rng.choices(range(100), k=6)
             axes = [
                 f"{sign}_{whole % 5:02d}_dot_{part:02d}"
                 for sign, whole, part in zip(signs, numbers[:3], numbers[3:], strict=True)
             ]
-            # The engine adds "basin" to the names of Sink and Bathtub, as AI2-THOR's basins are their parts.
+            # The engine adds "basin" to the names of Sink and Bathtub, because AI2-THOR's basins are their
+            # parts.
             part = f"_bar_{kind}" if kind.endswith("Basin") else ""
             name = f"{kind.removesuffix('Basin')}_bar__{'_bar__'.join(axes)}{part}"
             if name not in taken:

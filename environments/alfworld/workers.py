@@ -13,7 +13,7 @@ from threading import Lock
 
 ENGINE = Path(__file__).with_name("engine.py")
 ANSWER_SECONDS = 280
-"""Seconds to wait for an answer; the engine ends a child that needs more, so this is the last resort."""
+"""Seconds to wait for an answer. This is a last resort, because the engine ends slower children itself."""
 
 
 class EngineFailed(RuntimeError):
@@ -24,7 +24,7 @@ class Engine:
     """Starts the engine's process when the first session needs it, and again if it died.
 
     Args:
-        cpu_seconds: Seconds of processor time that one request of a session may take.
+        cpu_seconds: Limit of the processor time of one request of a session, in seconds.
     """
 
     def __init__(self, cpu_seconds: float = 60.0) -> None:
@@ -58,7 +58,7 @@ class Engine:
     def _start(self) -> None:
         self.control, theirs = socket.socketpair()
         environment = {
-            # alfworld makes this folder when it is imported, in the home folder if it is not set.
+            # alfworld creates this folder on import. If it is not set, it would be in the home folder.
             "ALFWORLD_DATA": tempfile.gettempdir(),
             **os.environ,
             # The planner's plan depends on the order of sets.

@@ -13,7 +13,7 @@ from .levels import LEVELS, NUM_SAMPLES, Problems, start
 from .view import describe
 
 MAX_STEPS = 10
-"""Cells of one call of ``forward``."""
+"""Maximum number of cells in one call of ``forward``."""
 RULES = (
     "Carry out the mission in a grid of rooms. You see a square of cells in front of you, up to 6 ahead and "
     "3 to each side. To pick up, open or unlock a thing, stand directly in front of it."
@@ -92,7 +92,7 @@ class Babyai(Environment):
         try:
             return self.bot.replan(self.taken)
         except (DisappearedBoxError, AssertionError):
-            # It has no plan after an opened box, nor with a thing in hand that it did not pick up.
+            # The bot has no plan after an opened box, or with a thing in hand that it did not pick up.
             self.bot = None
             free = world.grid.get(*world.front_pos) is None
             return world.actions.drop if world.carrying and free else world.actions.right
@@ -117,7 +117,7 @@ class Babyai(Environment):
         self.env, self.seen = start(level, seed)
 
     def _act(self, names):
-        """Take actions in order, up to one without an effect; the moves of one call are one turn."""
+        """Take actions in order, up to an action without effect. The moves of one call are one turn."""
         for name in names:
             before = self.env.unwrapped.agent_pos
             reward, terminated, truncated = self._step(name)

@@ -14,7 +14,7 @@ from agentrl_env.dataset import stable_seed
 
 from .view import Sight
 
-# minigrid prints a line for every draw that it rejects; the server's output is not its place.
+# minigrid prints a line for every draw that it rejects. Keep these lines out of the server's output.
 roomgrid_level.print = lambda *text: None
 
 LEVELS = {
@@ -22,18 +22,18 @@ LEVELS = {
     2: ("OpenDoorColor", "OpenDoorLoc", "PutNextLocalS6N4", "PutNextLocal"),
     3: ("GoToObjMazeS4", "UnlockLocalDist", "KeyCorridorS3R2", "KeyCorridorS4R3"),
 }
-"""BabyAI's names of the levels: one room; doors and two things; several rooms, locked doors."""
+"""BabyAI's names of the levels: one room; doors and two things; several rooms and locked doors."""
 MAX_STEPS = {1: 18, 2: 48, 3: 128}
-"""Actions of an episode; BabyAI's bot needs at most 14, 32 and 104 in the first 200 problems of the tests."""
+"""Actions of an episode. BabyAI's bot needs at most 14, 32 and 104 in the first 200 test problems."""
 LEAST_IN_VIEW = 4
-"""Things in view at the start of a problem of level 1."""
+"""Number of things in view at the start of a problem of level 1."""
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(2), "validation": range(2, 4), "train": range(4, 10)}
-"""Tenths of all problems that a split has, by a hash of the problem."""
+"""Tenths of all problems that belong to a split, by a hash of the problem."""
 
 
 class Problems:
-    """The problems of a split and a difficulty; each is made when it is read."""
+    """The problems of a split and a difficulty. Each is generated when it is read."""
 
     def __init__(self, split: str, difficulty: int) -> None:
         self.split, self.difficulty = split, difficulty
@@ -70,10 +70,10 @@ def make(name: str) -> gymnasium.Env:
 
 
 def has_place(env: gymnasium.Env, image: np.ndarray, place: int) -> bool:
-    """Return True if several things are in view, and the wanted one has this place among them.
+    """Return True if several things are in view, and the wanted thing has this place among them.
 
-    They are listed from the nearest on. At place 0 the wanted thing is not in view, so that no problem asks
-    for the nearest one, and all other places are equally frequent.
+    Places are counted from the nearest thing. At place 0 the wanted thing is not in view. No problem asks for
+    the nearest thing, and all other places are equally frequent.
     """
     world, sight = env.unwrapped, Sight(image)
     listed = sight.places()
@@ -83,7 +83,7 @@ def has_place(env: gymnasium.Env, image: np.ndarray, place: int) -> bool:
 
 
 def can_be_won(env: gymnasium.Env) -> bool:
-    """Return True if BabyAI's bot completes the mission in strict mode: it does not if things bar the way."""
+    """Return True if BabyAI's bot completes the mission in strict mode. It fails if things block the way."""
     be_strict(env)
     bot, action, done, reward = BabyAIBot(env), None, False, 0.0
     while not done:
@@ -94,16 +94,16 @@ def can_be_won(env: gymnasium.Env) -> bool:
 
 
 def be_strict(env: gymnasium.Env) -> None:
-    """Let picking up a wrong thing fail the mission, as BabyAI's strict mode does.
+    """Let picking up a wrong thing fail the mission, as in BabyAI's strict mode.
 
-    Without it, picking up one thing after the other finds the right one.
+    Otherwise, picking up one thing after the other would find the right thing.
     """
     if isinstance(env.unwrapped.instrs, PickupInstr):
         env.unwrapped.instrs.strict = True
 
 
 def start(name: str, seed: int) -> tuple[gymnasium.Env, dict]:
-    """Return a level with a problem, and what is seen."""
+    """Return a level with a problem, and its first observation."""
     env = make(name)
     seen, _ = env.reset(seed=seed)
     if name in LEVELS[1]:
@@ -112,7 +112,7 @@ def start(name: str, seed: int) -> tuple[gymnasium.Env, dict]:
 
 
 def tenth(env: gymnasium.Env) -> int:
-    """Return which tenth of all problems the present one is in; see SHARES."""
+    """Return the tenth of all problems that contains the current problem (see SHARES)."""
     world = env.unwrapped
     start = [world.mission, [int(x) for x in world.agent_pos], int(world.agent_dir)]
     return stable_seed("babyai", *start, world.grid.encode().tobytes().hex()) % 10

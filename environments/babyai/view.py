@@ -1,4 +1,4 @@
-"""What the agent sees, as text: places are counted from the agent, ahead and to its sides."""
+"""The agent's view as text. Places are counted from the agent, ahead and to its sides."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sight:
         return what, " ".join([*words, *[IDX_TO_COLOR[color]] * (what in THINGS), what])
 
     def line(self, right: int, ahead: int) -> str:
-        """Return what is in a straight line from the agent: free cells, and what ends them."""
+        """Return the number of free cells in a straight line from the agent, and the thing at their end."""
         free = 0
         while True:
             distance = free + 1

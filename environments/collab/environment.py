@@ -1,4 +1,4 @@
-"""Collab: write a function for a partner who has details in mind, which have to be asked for.
+"""Collab: write a function for a partner. The agent must ask for the details that the partner has in mind.
 
 After ColBench's backend programming (Zhou et al. 2025). The partner is a program with rules, or the model
 behind the OpenAI-compatible endpoint ``COLLAB_PARTNER_URL`` (with ``COLLAB_PARTNER_MODEL`` and
@@ -20,7 +20,7 @@ PARTNER = {
     name: os.environ.get(f"COLLAB_PARTNER_{name.upper()}", default)
     for name, default in {"url": "", "model": "default", "key": ""}.items()
 }
-"""The endpoint of the model that plays the partner; without a URL the partner has rules."""
+"""The endpoint of the model that plays the partner. Without a URL the partner follows rules."""
 LIMITS = {"memory": "128m", "disk": "16m", "pids": 16, "timeout": 10.0, "max_output": 1 << 19}
 MAX_CODE = 20_000
 TOLERANCE = 1e-6
@@ -44,7 +44,7 @@ json.dump([run(case) for case in cases], results)
 results.flush()
 os._exit(0)
 """
-"""Runs a solution on the inputs of the tests; their results stay outside."""
+"""Runs a solution on the inputs of the tests. The expected results stay outside."""
 EXPERT = {
     "duplicates": "Can the same id come more than once, and what happens then?",
     "missing": "What should happen when a value is missing?",
@@ -151,7 +151,7 @@ class Collab(Environment):
 
 
 def _results(code, function, cases):
-    """Run a solution in a sandbox of its own; return its results, none where it has none.
+    """Run a solution in its own sandbox. Return its results, or none for cases without a result.
 
     Raises RuntimeError if the runner stops before it loads the solution.
     """
@@ -172,7 +172,7 @@ def _results(code, function, cases):
 
 
 def same(given, expected):
-    """Return whether two results are equal; numbers up to a rounding error, truth values as no numbers."""
+    """Return True if two results are equal. Numbers can differ by rounding, and booleans are not numbers."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):

@@ -1,7 +1,8 @@
 """The partner: answers questions from a specification, by rules or by a model behind an endpoint.
 
-The partner by rules knows a sentence for each aspect of the specification. It says those whose topics a
-message names, two in one turn at most, and nothing else: no code, no test, no list of what it knows.
+The partner with rules has a sentence for each aspect of the specification. It returns the sentences for
+topics that a message names, at most two in one turn. It reveals nothing else: no code, no test, and no list
+of aspects.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import httpx
 from .specification import ASPECTS, Specification
 
 MAX_QUESTION = 800
-"""Characters of a message that the partner reads."""
+"""Number of characters of a message that the partner reads."""
 MAX_TOPICS = 2
-"""Topics that the partner answers in one turn."""
+"""Maximum number of topics that the partner answers in one turn."""
 MAX_REPLY = 800
-"""Characters that a model's reply may have."""
+"""Maximum number of characters of a model's reply."""
 ATTEMPTS, PAUSE_S = 3, 1.0
 TOPICS = {
     "duplicates": r"duplicat|dedup|\btwice\b|same ids?\b|unique|more than once|repeated|appears? again",
@@ -33,14 +34,14 @@ TOPICS = {
     "limit": r"\blimit|how many|at most|maximum number|\btop\b|truncat|number of results|only the first",
     "output": r"\breturn|output|\bresult|format|produce|give back|shape",
 }
-"""Aspect -> what names it in a message."""
+"""Aspect -> pattern of the words that name it in a message."""
 SECRETS = re.compile(
     r"\btests?\b|\bspecs?\b|specification|verbatim|word for word|instruction|\bprompt\b|\breference|solution"
     r"|\bsource\b|your (?:code|rules|notes)|ignore|disregard|pretend|jailbreak|reveal|secret|\bhidden"
     r"|\bpassword|repeat (?:everything|all|the)|everything you know|write (?:me )?the (?:code|function)",
     re.IGNORECASE,
 )
-"""What is asked of the partner beside the function; it decides nothing but the words of the reply."""
+"""Other questions to the partner, which affect only the words of the reply."""
 REFUSAL = "I can only tell you what the function should do. Ask me about one part of it."
 UNCLEAR = "I am not sure what you are asking. Ask me about one part of what the function should do."
 TOO_LONG = "That is a lot to read. Please ask in fewer words."
@@ -55,11 +56,11 @@ PROMPT = (
 
 
 class PartnerFailed(RuntimeError):
-    """The partner's endpoint gave no reply; the message says why."""
+    """The partner's endpoint gave no reply. The message has the reason."""
 
 
 def topics_of(message: str) -> list[str]:
-    """Return the aspects that a message names, in the order in which it names them first."""
+    """Return the aspects that a message names, in the order of their first mention."""
     places = {
         aspect: found.start()
         for aspect, words in TOPICS.items()
@@ -69,12 +70,12 @@ def topics_of(message: str) -> list[str]:
 
 
 def answer_by_rules(specification: Specification, message: str, told: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the partner's reply, and the aspects that it tells.
+    """Return the partner's reply, and the aspects that it reveals.
 
     Args:
-        specification: What the partner wants.
+        specification: The partner's specification.
         message: The agent's message.
-        told: Aspects that were told before.
+        told: Aspects that were revealed before.
     """
     if len(message) > MAX_QUESTION:
         return TOO_LONG, []
@@ -94,7 +95,7 @@ def answer_by_model(
     """Return the reply of a model behind an OpenAI-compatible endpoint. Raises PartnerFailed.
 
     Args:
-        specification: What the partner wants; neither the reference nor a test is sent.
+        specification: The partner's specification. Neither the reference nor a test is sent.
         dialogue: The messages and replies so far.
         message: The agent's message.
         options: "url", "model" and "key" of the endpoint.

@@ -1,7 +1,7 @@
-"""Hidden specifications: a function over records, in aspects that each have one of several options.
+"""Hidden specifications: a function over records. Each of its aspects has one of several options.
 
-A specification is a domain (the words), and an option with its parameters for each aspect of the level. From
-it follow the sentences that the partner says, the reference code, and the inputs of the hidden tests.
+A specification is a domain (the words), and an option with its parameters for each aspect of the level. It
+determines the partner's sentences, the reference code, and the inputs of the hidden tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl_env.dataset import stable_seed
 
 NUM_SAMPLES = {"train": 5_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all specifications that a split has, by a hash of their choices."""
+"""Tenths of all specifications that belong to a split, by a hash of their choices."""
 LEVELS = {
     1: ("filter", "output"),
     2: ("missing", "filter", "value", "output"),
@@ -27,7 +27,7 @@ NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 
 
 class Domain(NamedTuple):
-    """The words of a specification; ``amount`` and ``number`` are whole numbers."""
+    """The words of a specification. ``amount`` and ``number`` are whole numbers."""
 
     purpose: str
     function: str
@@ -127,12 +127,12 @@ DOMAINS = {
 
 
 class Option(NamedTuple):
-    """One way to decide an aspect. In text and code, {names} are words of the domain and parameters."""
+    """One option of an aspect. In text and code, {names} are words of the domain and parameters."""
 
     text: str
     code: str
     parameters: Mapping[str, Sequence[Any]] = {}
-    """Name -> the values it can have; "groups" stands for the groups of the domain."""
+    """Name -> its possible values. "groups" stands for the groups of the domain."""
 
 
 _AMOUNT, _NUMBER = {"n": range(40, 161)}, {"n": range(5, 16)}
@@ -277,7 +277,7 @@ ASPECTS: dict[str, dict[str, Option]] = {
 }
 """Aspect -> option -> its words and its code."""
 PLAIN_OUTPUTS = ("labels", "ids", "people")
-"""Outputs without the amount, which only level 1 has: beyond it, the amount is changed."""
+"""Outputs without the amount. Only level 1 has them, because higher levels change the amount."""
 DEFAULTS = {
     "duplicates": "No id occurs more than once.",
     "missing": "No value is ever missing.",
@@ -285,15 +285,15 @@ DEFAULTS = {
     "order": "Keep them in the order in which they come.",
     "limit": "There is no limit; keep all that count.",
 }
-"""Aspect -> the sentence about it where the level leaves it alone."""
+"""Aspect -> the sentence about it if the level does not use it."""
 
 
 class InvalidSpecification(ValueError):
-    """A sample's data is no specification; the message says why."""
+    """A sample's data is not a valid specification. The message has the reason."""
 
 
 class Specification:
-    """What the partner wants.
+    """The partner's specification.
 
     Attributes:
         level: Its level.
@@ -329,7 +329,7 @@ class Specification:
         return self._fill(ASPECTS[aspect][name].text, **parameters)
 
     def reference(self) -> str:
-        """Return Python code that does what is wanted."""
+        """Return Python code that implements the specification."""
         lines = ["rows = records"]
         for aspect, (name, parameters) in self.choices.items():
             lines += ASPECTS[aspect][name].code.format(**self.domain._asdict(), **parameters).split("\n")
@@ -337,7 +337,7 @@ class Specification:
         return f"def {self.domain.function}(records):\n{body}\n"
 
     def privileged(self) -> dict[str, Any]:
-        """Return what a critic may see and an agent may not."""
+        """Return the information for critics that is hidden from the agent."""
         return {
             "specification": {aspect: self.text(aspect) for aspect in self.choices},
             "reference": self.reference(),
@@ -354,7 +354,7 @@ class Specification:
         }
 
     def cases(self, seed: int) -> list[list[dict[str, Any]]]:
-        """Draw inputs that tell options from each other: values at bounds, ties, None, repeated ids."""
+        """Draw inputs that distinguish options: values at bounds, ties, None, repeated ids."""
         rng, domain = random.Random(seed), self.domain
         bounds = [
             value for _, given in self.choices.values() for value in given.values() if value in range(999)
@@ -389,7 +389,7 @@ class Specification:
         return cases
 
     def expected(self, cases: list[list[dict[str, Any]]]) -> list[Any]:
-        """Return the results of the reference, whose code has parts of this module alone."""
+        """Return the results of the reference. Its code consists only of parts of this module."""
         names: dict[str, Any] = {}
         exec(compile(self.reference(), "reference", "exec"), names)
         return [names[self.domain.function](case) for case in cases]
@@ -407,7 +407,7 @@ def values_of(option: Option, domain: Domain) -> dict[str, Sequence[Any]]:
 
 
 class Specifications:
-    """The samples of a split and a level; drawn when the first one is read."""
+    """The samples of a split and a level, drawn when the first one is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level

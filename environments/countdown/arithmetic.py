@@ -6,12 +6,12 @@ import re
 from fractions import Fraction
 
 MAX_LENGTH = 100
-"""Characters of an expression, which bound the size of its value."""
+"""Maximum length of an expression, which bounds the size of its value."""
 TOKEN = re.compile(r" *([0-9]{1,4}|[-+*/()])")
 
 
 class NotAnExpression(ValueError):
-    """The text is no expression, or divides by zero."""
+    """The text is not an expression, or divides by zero."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:

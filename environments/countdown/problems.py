@@ -12,12 +12,12 @@ from agentrl_env.dataset import stable_seed
 
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all problems that a split has, by a hash of the sorted numbers and the target."""
+"""Tenths of all problems that belong to a split, by a hash of the sorted numbers and the target."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """How many numbers a problem has, and the highest of them and of the targets."""
+    """The number of numbers of a problem, and the highest number and target."""
 
     numbers: int
     highest: int
@@ -28,7 +28,7 @@ LEVELS = {1: Level(3, 25, 100), 2: Level(4, 50, 200), 3: Level(5, 100, 999)}
 
 
 class Problems:
-    """The problems of a split and a level; drawn when the first one is read."""
+    """The problems of a split and a level, drawn when the first one is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -55,12 +55,12 @@ def _problems(split: str, name: int) -> list[dict[str, object]]:
 
 
 def tenth(numbers: list[int], target: int) -> int:
-    """Return which tenth of all problems a problem is in; see SHARES."""
+    """Return the tenth of all problems that contains a problem (see SHARES)."""
     return stable_seed("countdown", sorted(numbers), target) % 10
 
 
 def _results(one: int, other: int) -> Iterator[tuple[str, int]]:
-    """Return the operations on two numbers whose results are whole and positive; the first is the larger."""
+    """Return the operations on two numbers, the larger first, with whole and positive results."""
     yield "+", one + other
     yield "*", one * other
     if one > other:
@@ -70,7 +70,7 @@ def _results(one: int, other: int) -> Iterator[tuple[str, int]]:
 
 
 def _combine(numbers: list[int], rng: random.Random) -> int:
-    """Return what becomes of the numbers when random pairs are combined until one is left."""
+    """Combine random pairs of the numbers until one number is left, and return it."""
     values = list(numbers)
     while len(values) > 1:
         rng.shuffle(values)
@@ -81,7 +81,7 @@ def _combine(numbers: list[int], rng: random.Random) -> int:
 
 @lru_cache(4096)
 def solve(numbers: tuple[int, ...], target: int) -> str | None:
-    """Return an expression with the value of the target; None if whole positive steps reach it nowhere."""
+    """Return an expression with the value of the target, or None if no whole positive steps reach it."""
     seen = set()
 
     def search(terms: list[tuple[int, str]]) -> str | None:

@@ -1,7 +1,7 @@
 """Dbbench: answer a question about a database or change its rows, with SQL, as in AgentBench.
 
-The database is SQLite in memory, or one of its own on a MariaDB or MySQL server that ``DBBENCH_URL`` names.
-The problems are generated; ``DBBENCH_DATA`` adds those of AgentBench's files.
+The database is SQLite in memory, or a separate database on the MariaDB or MySQL server in ``DBBENCH_URL``.
+The problems are generated. ``DBBENCH_DATA`` adds the problems of AgentBench's files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ URL = os.environ.get("DBBENCH_URL", "")
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
           for split in generator.COUNT}  # fmt: skip
 MAX_ROWS = 50
-"""Maximum number of rows of the table that is shown."""
+"""Maximum number of shown rows of the table."""
 MAX_READ = 200
-"""Maximum number of rows that are read. In ``{rows}``, fewer exceed MAX_CHARS."""
+"""Maximum number of rows to read. In ``{rows}``, fewer rows already exceed MAX_CHARS."""
 MAX_CHARS = 800
-"""Maximum length of the result that is shown, as in AgentBench."""
+"""Maximum length of the shown result, as in AgentBench."""
 FILES = official.files(os.environ.get("DBBENCH_DATA", ""), taken=LEVELS)
-"""AgentBench's file, or a folder of such files; each is a split with the file's name."""
+"""AgentBench's file, or a folder of such files. Each file is a split with the file's name."""
 
 
 @cache

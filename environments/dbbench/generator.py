@@ -1,7 +1,7 @@
 """Generated problems: tables of goods, people or places, and questions about them with gold SQL.
 
-A problem follows from its level and number alone. The gold SQL runs on SQLite, MariaDB and MySQL alike. A
-draw whose answer is not unique, or whose change changes nothing, is drawn again.
+Level and number determine a problem. The gold SQL runs on SQLite, MariaDB and MySQL. A draw is repeated if
+its answer is not unique, or if its change has no effect.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PEOPLE = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jun
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the templates choose from: a theme, its rows, and random words and numbers."""
+    """The values for templates: a theme, its rows, and random words and numbers."""
 
     theme: Theme
     rows: list[tuple[str, str, int, int, float | None]]
@@ -350,7 +350,7 @@ def _draw(level: int, template: Template, rng: np.random.Generator) -> Problem:
 
 
 def _sound(problem: Problem, *, single: bool) -> bool:
-    """Return whether a problem's answer exists and is unique, or its change changes something."""
+    """Return True if a problem's answer exists and is unique, or its change has an effect."""
     database = SqliteDatabase(problem.tables)
     try:
         rows, contents = database.trial(problem.gold or "")
@@ -368,7 +368,7 @@ def _sound(problem: Problem, *, single: bool) -> bool:
 
 
 def _tied(gold: str, table: str, database: SqliteDatabase) -> bool:
-    """Return whether rows of an ordered answer have equal numbers, or none."""
+    """Return True if rows of an ordered answer have equal numbers, or no number."""
     words = gold.split()
     column, limit = words[words.index("BY") + 1], int(words[-1])
     sql = f"SELECT {column} FROM {table} ORDER BY {column} DESC LIMIT {limit + 1}"

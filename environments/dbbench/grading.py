@@ -1,4 +1,4 @@
-"""Grading: answers are compared by type, tables by their content; nothing given is ever evaluated as code."""
+"""Grading: answers are compared by type, and tables by content. No answer is ever evaluated as code."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ MAX_LISTING = 20_000
 NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?([eE][+-]?\d{1,3})?\s*%?", re.ASCII)
 NULLS = frozenset({"", "none", "null", "nan", "n/a"})
 ROUNDING = 0.005 + 1e-9
-"""Numbers with decimals are compared to two of them."""
+"""Numbers with decimals are compared to two decimals."""
 _GROUP_CONCAT = 1024
-"""MySQL cuts the list of row hashes after this many characters."""
+"""MySQL truncates the list of row hashes after this many characters."""
 
 
 def same_answers(
     given: Sequence[object], right: Sequence[object], *, ordered: bool = False, as_set: bool = False
 ) -> bool:
-    """Return whether the given answers are the right ones.
+    """Return True if the given answers are the right answers.
 
-    "1,234", "1234.0" and 1234 are one number, "45%" is 45; text ignores case and the width of spaces; "",
-    "none" and "NULL" are no value, and so is an empty list. A single answer may be a list written as text.
+    "1,234", "1234.0" and 1234 are the same number, and "45%" is 45. Text is compared without case and
+    repeated spaces. "", "none", "NULL" and an empty list are no value. A single answer can be a list written
+    as text.
     """
     ours, theirs = _values(right), _values(given)
     if len(theirs) > MAX_ANSWERS:
@@ -44,12 +45,12 @@ def same_answers(
 
 
 def same_contents(ours: Contents, theirs: Contents) -> bool:
-    """Return whether tables hold the same rows, in any order; text is not a number, and NULL is not ''."""
+    """Return True if tables hold the same rows in any order. Text is not a number, and NULL is not ''."""
     return ours.keys() == theirs.keys() and all(_sorted(ours[name]) == _sorted(theirs[name]) for name in ours)
 
 
 def table_hash(rows: Rows) -> str:
-    """Return AgentBench's hash of a table: of the sorted hashes of its rows, without order."""
+    """Return AgentBench's hash of a table, computed from the sorted hashes of its rows."""
     hashes = sorted(_md5(",".join(str(value) for value in row if value is not None))[:5] for row in rows)
     return _md5(",".join(hashes)[:_GROUP_CONCAT])
 
@@ -67,7 +68,7 @@ def _values(answers: Sequence[object]) -> list[object]:
 
 
 def _listed(text: str) -> list[object]:
-    """Return the values of a list written as text, in JSON or as Python prints it; else the text."""
+    """Return the values of a list written as text, in JSON or in Python's syntax, or else the text."""
     text = text.strip()
     if not (text.startswith(("[", "(")) and len(text) <= MAX_LISTING):
         return [text]
@@ -118,7 +119,7 @@ def _sorted(rows: Rows) -> list[str]:
 
 
 def _cell(value: object) -> list[object]:
-    """Return a cell with its type; numbers are compared to nine significant digits."""
+    """Return a cell with its type. Numbers are compared to nine significant digits."""
     if isinstance(value, (int, float, Decimal)):
         return ["number", f"{float(value):.9g}"]
     return ["null"] if value is None else [type(value).__name__, str(value)]

@@ -1,4 +1,4 @@
-"""Problems of AgentBench's ``dbbench/*.jsonl``, read as they are; the unusable are named with the reason."""
+"""Unchanged problems of AgentBench's ``dbbench/*.jsonl``. Unusable problems are listed with the reason."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WRITE = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE)\b", re.IGNORECASE)
 HASH = re.compile(r"[0-9a-f]{32}")
 SUFFIXES = (".json", ".jsonl")
 MAX_DEPTH = 50
-"""Levels of nesting that a record may have."""
+"""Maximum nesting of a record."""
 
 
 class Unusable(ValueError):
-    """A record that cannot become a problem; the text says why."""
+    """A record that cannot become a problem. The text has the reason."""
 
 
 def files(data: str, taken: Collection[str]) -> dict[str, Path]:
-    """Return split -> file, of a file or of a folder; a name that is ``taken`` gets ``official-`` before it.
+    """Return split -> file for a file or a folder. Names that are ``taken`` get the prefix ``official-``.
 
-    Raises DefinitionError where there is none.
+    Raises DefinitionError if there is no file.
     """
     path = Path(data)
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -48,7 +48,7 @@ def files(data: str, taken: Collection[str]) -> dict[str, Path]:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the usable records of a file, and a sentence for each that is not.
+    """Return the usable records of a file, and a sentence for each unusable record.
 
     The file has a JSON object on each line, or is one list, one record, or one object of lists.
     """
@@ -103,7 +103,7 @@ def problem(record: Any) -> Problem:
 
 
 def right_table(found: Problem, contents: dict[str, list[tuple[Any, ...]]]) -> bool:
-    """Return whether the one table of a problem has AgentBench's hash, which takes None for that word."""
+    """Return True if the only table of a problem has AgentBench's hash, which treats None as that word."""
     rows = contents[found.tables[0].name]
     named = [tuple("None" if value is None else value for value in row) for row in rows]
     return found.table_hash is not None and found.table_hash in (table_hash(rows), table_hash(named))
@@ -135,7 +135,7 @@ def _records(text: str) -> list[tuple[str, Any]]:
 
 
 def _storable(value: Any, depth: int = 0) -> Any:
-    """Return what a sample and a database can hold: NaN is no value, half a surrogate pair is "?"."""
+    """Return a value that a sample and a database can store. NaN becomes None, and lone surrogates "?"."""
     if depth > MAX_DEPTH:
         raise Unusable("it is nested too deeply")
     if isinstance(value, str):
@@ -189,7 +189,7 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 
 def _label(record: dict[str, Any]) -> list[Any] | None:
-    """Return the values of the label; one without any, which is not a value of None, tells nothing."""
+    """Return the values of the label. A label without values, unlike a value of None, has no information."""
     label = record.get("label")
     label = record.get("answer") if label is None else label
     if label in (None, "", []) or isinstance(label, dict):
@@ -198,7 +198,7 @@ def _label(record: dict[str, Any]) -> list[Any] | None:
 
 
 def _sql(record: dict[str, Any]) -> str | None:
-    """Return the SQL of ``{"query"}``, which some records have as text."""
+    """Return the SQL of ``{"query"}``, which is text in some records."""
     sql = record.get("sql")
     if isinstance(sql, str) and sql.lstrip().startswith("{"):
         for parsed in (json.loads, ast.literal_eval):
@@ -210,7 +210,7 @@ def _sql(record: dict[str, Any]) -> str | None:
 
 
 def _verified(found: Problem) -> Problem:
-    """Return a problem that can be graded: drop gold SQL that fails, if something else decides."""
+    """Return a problem that can be graded. Drop gold SQL that fails if the grading does not need it."""
     try:
         database = SqliteDatabase(found.tables)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The common form of a problem: tables, a question, and what decides whether it was done."""
+"""The common form of a problem: tables, a question, and the data for grading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A question with its tables; a write is graded by the tables' content, anything else by the answer."""
+    """A question with its tables. A write is graded by the tables' content, other questions by the answer."""
 
     question: str
     tables: list[Table]
@@ -34,11 +34,11 @@ class Problem:
     evidence: str = ""
     """A fact that the question needs."""
     notes: str = ""
-    """What AgentBench's file says about the tables."""
+    """The text about the tables in AgentBench's file."""
     gold: str | None = None
     """SQL that answers the question or makes the change."""
     label: list[Value] | None = None
-    """The right answers; None means those that ``gold`` finds."""
+    """The right answers. None means the answers of ``gold``."""
     table_hash: str | None = None
     """AgentBench's hash of the table after the change."""
     ordered: bool = False

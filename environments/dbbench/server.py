@@ -1,7 +1,7 @@
-"""A MariaDB or MySQL server: each episode has a database and a user of its own, both dropped after it.
+"""A MariaDB or MySQL server. Each episode has its own database and user, which are dropped at its end.
 
 A process marks its databases with a lock that the server releases when the process dies. Databases and users
-whose lock is free are leftovers, which the next process that starts drops.
+without a held lock are leftovers, and the next process drops them when it starts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ NAME = re.compile(rf"({PREFIX}[0-9a-f]{{8}})_[0-9a-f]{{8}}")
 STATEMENT = re.compile(
     r"(SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|SHOW|DESCRIBE|DESC|EXPLAIN)\b", re.IGNORECASE
 )
-"""What a statement begins with; sessions, locks and transactions are the task's."""
+"""Allowed first words of a statement. Sessions, locks and transactions are reserved for the task."""
 RARE = re.compile("[^\u0001-\uffff]")
-"""Characters that no name may have: emoji, and others beyond the first 65,536."""
+"""Characters that are not allowed in names: emoji, and others beyond the first 65,536."""
 SECONDS = 5.0
 """Maximum duration of a statement of the agent."""
 MAX_CHANGED = 5000
-"""Maximum number of rows that a statement changes; beyond, it is undone."""
+"""Maximum number of rows that a statement can change. A larger change is undone."""
 MAX_BYTES = 8_000_000
-"""Maximum size of the tables; a statement that makes them larger is undone."""
+"""Maximum size of the tables. A statement that makes them larger is undone."""
 MAX_RESULT = 1_000_000
-"""Size of a result beyond which no more rows are read."""
+"""Size of a result after which no more rows are read."""
 MAX_SQL = 20_000
 IDLE = 31_536_000
 LOST = {0, 2006, 2013, 2055}
-"""Errors of a lost connection: a failure of the server and not of the statement."""
+"""Errors of a lost connection, which are failures of the server and not of the statement."""
 
 
 class Server:
-    """The connection of one process to a server, by a user who may create databases and users."""
+    """The connection of one process to a server, as a user who can create databases and users."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -58,7 +58,7 @@ class Server:
         self.sweep()
 
     def database(self, tables: Sequence[Table]) -> ServerDatabase:
-        """Create a database with tables, and a user who may only read and change their rows."""
+        """Create a database with tables, and a user who can only read and change their rows."""
         with self._lock:
             try:
                 self._keeper.ping(reconnect=False)
@@ -68,14 +68,14 @@ class Server:
         return ServerDatabase(self, f"{self._mark}_{secrets.token_hex(4)}", tables)
 
     def connect(self, **options: Any) -> Any:
-        """Open a connection; by default as the user of the URL."""
+        """Open a connection, by default as the user of the URL."""
         return self._pymysql.connect(
             **{**self._options, "charset": "utf8mb4", "autocommit": True, "local_infile": False, **options}
         )
 
     @contextmanager
     def administration(self) -> Iterator[Any]:
-        """Open a cursor as the user of the URL, for a moment."""
+        """Open a temporary cursor as the user of the URL."""
         connection = self.connect()
         try:
             with connection.cursor() as cursor:
@@ -98,7 +98,7 @@ class Server:
                         drop(cursor, name)
 
     def close(self) -> None:
-        """Drop what is left of this process, and release its mark."""
+        """Drop the remaining databases of this process, and release its lock."""
         with self.administration() as cursor:
             cursor.execute("SELECT schema_name FROM information_schema.schemata")
             for (name,) in cursor.fetchall():
@@ -117,7 +117,7 @@ class Server:
 
 
 class ServerDatabase:
-    """A database of one episode on a server; see ``SqliteDatabase``."""
+    """A database of one episode on a server. See ``SqliteDatabase``."""
 
     def __init__(self, server: Server, name: str, tables: Sequence[Table]) -> None:
         self._server, self._name = server, name
@@ -150,7 +150,7 @@ class ServerDatabase:
             raise
 
     def run(self, sql: str, limit: int) -> tuple[list[str], Rows, int]:
-        """Run one statement as the agent's user; see ``SqliteDatabase.run``."""
+        """Run one statement as the agent's user. See ``SqliteDatabase.run``."""
         if not STATEMENT.match(sql.strip()) or re.search(r"/\*M?!", sql):
             raise ToolError("SQL error: one SELECT, INSERT, UPDATE or DELETE statement is allowed")
         if len(sql) > MAX_SQL:
@@ -174,13 +174,13 @@ class ServerDatabase:
         return names, rows, changed
 
     def contents(self) -> Contents:
-        """Return the rows of every table, as the agent's user has left them."""
+        """Return the rows of every table after the agent's changes."""
         with self._server.administration() as cursor:
             cursor.execute(f"USE {self._name}")
             return self._contents(cursor)
 
     def close(self) -> None:
-        """Drop the database and its user; what a dead server keeps is dropped by the next sweep."""
+        """Drop the database and its user. If the server is dead, the next sweep drops them."""
         if self._agent is not None:
             self._agent.close() if self._agent.open else None
             self._agent = None
@@ -221,7 +221,7 @@ def create(cursor: Any, table: Table) -> None:
 
 
 def named(tables: Sequence[Table]) -> list[Table]:
-    """Return tables whose names, and those of their columns, MySQL allows."""
+    """Return tables with names of tables and columns that MySQL allows."""
     renamed = []
     for name, table in zip(allowed([table.name for table in tables], "table"), tables, strict=True):
         columns = allowed([column for column, _ in table.columns], "column")
@@ -231,7 +231,7 @@ def named(tables: Sequence[Table]) -> list[Table]:
 
 
 def allowed(names: Sequence[str], kind: str) -> list[str]:
-    """Return names that MySQL allows: short, not empty, without spaces at their ends or rare characters."""
+    """Return names that MySQL allows: short, not empty, and without trailing spaces or rare characters."""
     found: list[str] = []
     for number, name in enumerate(names, 1):
         name = RARE.sub("?", name).strip()[:60].strip() or f"{kind}_{number}"
@@ -249,7 +249,7 @@ def _rows(cursor: Any, limit: int) -> Rows:
 
 
 def quoted(name: str) -> str:
-    """Return a name as MySQL quotes it."""
+    """Return a name quoted for MySQL."""
     return "`" + name.replace("`", "``") + "`"
 
 

@@ -1,4 +1,4 @@
-"""SQLite in memory: one database for each episode, which its SQL cannot leave."""
+"""SQLite in memory: one isolated database for each episode."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agentrl_env import ToolError
 from .problems import Contents, Problem, Rows, Table
 
 MAX_INSTRUCTIONS = 300_000
-"""Maximum virtual-machine instructions of a statement: a count and not a time, so that replays are equal."""
+"""Maximum virtual-machine instructions of a statement. A count instead of a time makes replays equal."""
 MAX_BYTES = 2000
-"""Maximum length of a value, unless a table has longer ones."""
+"""Maximum length of a value, unless a table has longer values."""
 MAX_SQL = 20_000
 """Maximum length of a statement."""
 MAX_PAGES = 2048
@@ -25,9 +25,9 @@ FUNCTIONS = re.compile(
     "replace|round|row_number|rtrim|sign|substr|substring|sum|total|trim|typeof|unicode|upper",
     re.IGNORECASE,
 )
-"""Functions that a statement may call; none is random, reads the clock or accesses files.
+"""Functions that a statement can call. None of them is random, reads the clock or accesses files.
 
-One call of printf or format can take minutes, in a single instruction.
+printf and format are excluded, because a single call can take minutes in one instruction.
 """
 READS = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -37,7 +37,7 @@ PRAGMAS = frozenset({"table_info", "table_xinfo", "table_list"})
 
 
 class SqliteDatabase:
-    """A database in memory whose statements may read and change the rows of its tables, nothing else."""
+    """A database in memory. Statements can only read and change the rows of its tables."""
 
     dialect = "SQLite"
 
@@ -61,9 +61,9 @@ class SqliteDatabase:
         self._database.set_authorizer(self._authorize)
 
     def run(self, sql: str, limit: int) -> tuple[list[str], Rows, int]:
-        """Run a statement; return its columns' names, at most ``limit`` rows, and the number of rows changed.
+        """Run a statement. Return its columns' names, at most ``limit`` rows, and the number of changed rows.
 
-        Raises ToolError if it fails; nothing of it is then kept.
+        Raises ToolError if it fails. Its changes are then undone.
         """
         try:
             return self._run(sql, limit)
@@ -71,7 +71,7 @@ class SqliteDatabase:
             raise ToolError(f"SQL error: {error}") from error
 
     def trial(self, sql: str) -> tuple[Rows, Contents]:
-        """Run SQL of the task itself, and undo it: its rows, and the tables after it.
+        """Run SQL of the task itself, return its rows and the tables after it, and undo it.
 
         Raises ToolError if it fails.
         """
@@ -129,7 +129,7 @@ class SqliteDatabase:
 
 
 def solve(problem: Problem) -> tuple[Rows, Contents]:
-    """Return the rows that a problem's gold SQL finds, and the tables after it, in a database of its own."""
+    """Return the rows of a problem's gold SQL, and the tables after it, from a separate database."""
     database = SqliteDatabase(problem.tables)
     try:
         return database.trial(problem.gold or "")
@@ -138,7 +138,7 @@ def solve(problem: Problem) -> tuple[Rows, Contents]:
 
 
 def quoted(name: str) -> str:
-    """Return a name as SQLite quotes it."""
+    """Return a name quoted for SQLite."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -154,5 +154,5 @@ def split(sql: str) -> list[str]:
 
 
 def _type(kind: str) -> str:
-    """Return a column's type; text ignores case, as in MySQL."""
+    """Return a column's type. Text ignores case, as in MySQL."""
     return "TEXT COLLATE NOCASE" if kind == "TEXT" else kind

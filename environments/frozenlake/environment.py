@@ -55,11 +55,11 @@ class Frozenlake(Environment):
         return self._view()
 
     def score(self):
-        """Return the chance that the best policy has on this lake from the start."""
+        """Return the success probability of the best policy on this lake from the start."""
         return {"best_chance": float(values(self.lake, self.slippery)[MAX_MOVES, 0])}
 
     def expert(self, rng):
-        """Return the move with the best chance to reach the goal in the moves that are left."""
+        """Return the move with the best chance to reach the goal in the remaining moves."""
         action = best_move(self.lake, self.slippery, int(self.game.s), MAX_MOVES - self.moves)
         return Message.assistant(None, ToolCall.of("move", direction=ACTIONS[action]))
 

@@ -1,4 +1,4 @@
-"""Random lakes of every level, and the best chance that any policy has to cross one."""
+"""Random lakes of every level, and the success probability of the best policy on a lake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl_env.dataset import stable_seed
 MAX_MOVES = 60
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all lakes that a split has, by a hash that a lake and its transpose share."""
+"""Tenths of all lakes that belong to a split, by a hash that a lake and its transpose share."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Level:
 
     side: int
     frozen: float
-    """Probability of a cell to be ice instead of a hole."""
+    """Probability that a cell is ice instead of a hole."""
     slippery: bool
     least: float
-    """Least chance of the best policy."""
+    """Minimum success probability of the best policy."""
 
 
 LEVELS = {
@@ -36,7 +36,7 @@ LEVELS = {
 
 
 class Lakes:
-    """The lakes of a split and a level; each is made when it is read."""
+    """The lakes of a split and a level. Each is generated when it is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -64,7 +64,7 @@ def alike(lake: list[str]) -> str:
 
 
 def tenth(lake: list[str]) -> int:
-    """Return which tenth of all lakes a lake is in; see SHARES."""
+    """Return the tenth of all lakes that contains a lake (see SHARES)."""
     return stable_seed("frozenlake", alike(lake)) % 10
 
 
@@ -88,7 +88,7 @@ def _choices(lake: str, slippery: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(512)
 def values(lake: str, slippery: bool) -> np.ndarray:
-    """Return the chance of the best policy to reach the goal, by moves left and state (value iteration)."""
+    """Return the best policy's success probability by remaining moves and state (value iteration)."""
     follows, rewards = _choices(lake, slippery)
     found = np.zeros((MAX_MOVES + 1, len(rewards)))
     for left in range(1, MAX_MOVES + 1):
@@ -97,7 +97,7 @@ def values(lake: str, slippery: bool) -> np.ndarray:
 
 
 def best_move(lake: str, slippery: bool, state: int, left: int) -> int:
-    """Return the action with the best chance to reach the goal in the moves left; of equals, the soonest."""
+    """Return the action with the best chance in the remaining moves, and of equal actions the fastest."""
     follows, rewards = _choices(lake, slippery)
     chances = rewards[state] + values(lake, slippery)[: max(left, 1)] @ follows[state].T
     best = chances[-1] >= chances[-1].max() - 1e-9

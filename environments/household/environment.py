@@ -1,8 +1,8 @@
 """Household: search a house for a thing and bring it to a place.
 
 Level 1 has one thing in the house. Level 2 adds look-alikes. Level 3 names the
-place by another thing that has to be found as well. At every level most things lie at a usual place
-that the task does not reveal: a policy that learns these places finds things sooner.
+place by another thing that must also be found. At every level most things lie at a usual place
+that the task does not reveal. A policy that learns these places finds things sooner.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADJECTIVES = ("big", "small", "old", "new")
 TIDINESS = {1: 0.9, 2: 0.6, 3: 0.6}
 """Probability that a thing lies at its usual place, by level."""
 HABIT, HUNCH = 0.3, 0.2
-"""Probabilities that a noisy expert looks at the first place, or the usual one; else it looks anywhere."""
+"""Probabilities that a noisy expert looks at the first or the usual place. Otherwise it looks anywhere."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
@@ -42,7 +42,7 @@ def _kind(thing: str) -> str:
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; both splits use the same words."""
+    """List the combinations of one split. Both splits use the same words."""
     things = [" ".join(words) for words in product(COLOURS if level == 1 else ADJECTIVES, USUAL_PLACE)]
     goals = things if level == 3 else list(PLACES)
     problems = []
@@ -166,7 +166,7 @@ class Household(Environment):
         return ToolCall.of("take" if kind < 0.6 else "put", thing=self.thing, place=place)
 
     def _lay(self, thing, rng, level, besides):
-        """Put a thing at its usual place, or sometimes at another one, but never at ``besides``."""
+        """Put a thing at its usual place, or sometimes at another place, but never at ``besides``."""
         usual = USUAL_PLACE[_kind(thing)]
         tidy = rng.random() < TIDINESS[level]
         elsewhere = str(rng.choice([p for p in PLACES if p not in (usual, besides)]))

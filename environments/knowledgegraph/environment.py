@@ -1,9 +1,9 @@
 """Knowledge graph: answer a question by following relations in a graph, with AgentBench's seven tools.
 
-The tools return no entities: they make variables, which are sets of entities that the store computes. The
-default store is a generated world in this process. ``KNOWLEDGEGRAPH_DATA`` adds the questions of an
-AgentBench file as the split ``official``, and ``KNOWLEDGEGRAPH_SPARQL`` is the address of the SPARQL
-endpoint that answers them.
+The tools do not return entities. They create variables, which are sets of entities that the store computes.
+The default store is a generated world in this process. ``KNOWLEDGEGRAPH_DATA`` adds the questions of an
+AgentBench file as the split ``official``. ``KNOWLEDGEGRAPH_SPARQL`` is the address of the SPARQL endpoint for
+them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Knowledgegraph(Environment):
     )
     reset_timeout = 300.0
     expert_noise = 0.0
-    """Probability with which the expert follows another relation, whose variable it takes for the answer."""
+    """Probability that the expert follows another relation and takes its variable for the answer."""
     lock = Lock()
     stores: dict = {}  # noqa: RUF012
 
@@ -69,7 +69,7 @@ class Knowledgegraph(Environment):
 
     @classmethod
     def store(cls, url):
-        """Return the store of an endpoint, or of the generated world for ""; sessions share it."""
+        """Return the store of an endpoint, or of the generated world for "". Sessions share it."""
         with cls.lock:
             if url not in cls.stores:
                 cls.stores[url] = Endpoint(url) if url else EmbeddedStore(world().triples(sparql.NS))
@@ -94,7 +94,7 @@ class Knowledgegraph(Environment):
         """Each variable, and the type of its members."""
         self.progress, self.mapping, self.f1 = 0, {}, 0.0
         known = set(self.names.values())
-        # Some records start from an identifier that their list of entities lacks.
+        # Some records start from an identifier that is missing from their list of entities.
         for _, arguments in self.gold:
             known |= {part for part in arguments[:1] if sparql.IDENTIFIER.fullmatch(part)}
         self.known = sorted(known)
@@ -200,7 +200,7 @@ class Knowledgegraph(Environment):
         vars(self).update(state)
 
     def expert(self, rng):
-        """Repeat the gold calls of the question, with the numbers that its variables have here."""
+        """Repeat the gold calls of the question, with the variable numbers of this episode."""
         if not self.gold:
             raise ToolError("This question has no gold calls.")
         if self.expert_noise > 0 and len(self.variables) > len(self.mapping):
@@ -219,13 +219,13 @@ class Knowledgegraph(Environment):
         return Message.assistant(None, ToolCall.of(name, **dict(zip(PARAMETERS[name], values, strict=True))))
 
     def _here(self, argument):
-        """Translate a variable of the gold calls to the number that it has in this episode."""
+        """Translate a variable of the gold calls to its number in this episode."""
         if re.fullmatch(r"#\d+", argument):
             return self.mapping.get(int(argument[1:]), argument)
         return argument
 
     def _done(self, name, *arguments, made=None):
-        """Note that a call succeeded: the expert goes on after its last call that did."""
+        """Record that a call succeeded. The expert continues after its last successful call."""
         if self.progress == len(self.gold):
             return
         wanted, parts = self.gold[self.progress]

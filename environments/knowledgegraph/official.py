@@ -13,12 +13,12 @@ from .sparql import IDENTIFIER, NS
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[dict]:
-    """Return the records of a file: a JSON list, an object of records or of lists, or an object a line.
+    """Return the records of a file: a JSON list, an object of records or of lists, or an object on each line.
 
-    A record keeps the fields that the task uses, cleaned, and ``needs``: what must be given before it can
-    be played. Records keep their positions, also those of lines that are no JSON.
+    A record keeps the cleaned fields that the task uses, and ``needs``, the requirements for playing it.
+    Records keep their positions, including the records of lines that are not JSON.
 
-    Raises DefinitionError where the file cannot be read, or holds no record.
+    Raises DefinitionError if the file cannot be read or has no records.
     """
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
@@ -40,7 +40,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _line(number: int, line: str) -> Any:
-    """Return the record of a line; of one that is no JSON, a record that says so when it is opened."""
+    """Return the record of a line. If the line is not JSON, opening its record reports this."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -81,21 +81,21 @@ def _answer(given) -> dict:
 
 
 def _text(value: Any) -> str:
-    """Return text or a number as text that can be sent, the first of a list, and "" for anything else."""
+    """Return text or a number as valid text, the first value of a list, and "" for other values."""
     value = value[0] if isinstance(value, list) and value else value
     text = str(value) if isinstance(value, str | int | float) else ""
     return text.encode("utf-8", "replace").decode()
 
 
 def short(name: str) -> str:
-    """Return an identifier or a number without the namespace or type that it may have."""
+    """Return an identifier or a number without its namespace or type."""
     name = re.sub(r'^"(.*)"$', r"\1", re.sub(r"\^\^[^^]*$", "", name.strip()).strip())
     name = name.strip("<>").removeprefix(NS).removeprefix("ns:")
     return re.sub(r"^/(\w+)/(\w+)$", r"\1.\2", name)
 
 
 def grade(found: list[str], answer: list[dict]) -> tuple[bool, float]:
-    """Return whether two sets of answers are equal, and the F1 score. Numbers compare as numbers."""
+    """Return True if two sets of answers are equal, and the F1 score. Numbers are compared as numbers."""
     predicted = {_plain(one) for one in found}
     gold = {_plain(one["answer_argument"]) for one in answer}
     right = len(predicted & gold)

@@ -2,7 +2,7 @@
 
 A variable is a nested tuple: ``("entity", id)``, ``("neighbors", base, relation)``,
 ``("intersection", one, other)``, ``("argmax" or "argmin", base, attribute)`` or ``("count", base)``.
-It is compiled as a whole, so that a store with a good optimizer never materializes what is between.
+It is compiled as a whole, so that a store with a good optimizer never materializes intermediate sets.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ except ModuleNotFoundError as error:
 
 NS = "http://rdf.freebase.com/ns/"
 IDENTIFIER = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)+")
-"""An entity, relation, attribute or type. Nothing else that a model or a file says enters a query."""
+"""An entity, relation, attribute or type. No other text of a model or a file enters a query."""
 HIDDEN = ("type.", "common.", "freebase.", "kg.", "user.", "dataworld.")
-"""Namespaces of bookkeeping, which no tool shows."""
+"""Namespaces of bookkeeping, which are hidden from the tools."""
 MAX_PARTS = 24
-"""Parts of a variable's query. Each is one join of at most the whole graph, so this bounds its time."""
+"""Maximum parts of a variable's query. Each part is one join of at most the whole graph, which bounds the
+time."""
 MAX_ROWS = 100_000
 MAX_BYTES = 64 * 2**20
 XSD = "http://www.w3.org/2001/XMLSchema#"
@@ -35,7 +36,7 @@ ORDERED = ("integer", "int", "long", "decimal", "float", "double", "date", "date
 
 
 class StoreUnavailable(RuntimeError):
-    """The SPARQL endpoint does not answer, or not with SPARQL results."""
+    """The SPARQL endpoint does not answer, or its answer is not SPARQL results."""
 
 
 class QueryTooSlow(Exception):
@@ -43,20 +44,20 @@ class QueryTooSlow(Exception):
 
 
 def iri(name: str) -> str:
-    """Return an identifier as an IRI of a query. Raises ValueError for anything else."""
+    """Return an identifier as an IRI of a query. Raises ValueError for other text."""
     if not IDENTIFIER.fullmatch(name):
         raise ValueError(f"{name!r:.80} is no identifier")
     return f"<{NS}{name}>"
 
 
 def parts(variable) -> int:
-    """Return the number of parts of a variable's query, which has the base of argmax and argmin twice."""
+    """Return the number of parts of a variable's query. The base of argmax and argmin counts twice."""
     inner = sum(parts(part) for part in variable[1:] if isinstance(part, tuple))
     return 1 + inner * (2 if variable[0] in ("argmax", "argmin") else 1)
 
 
 def members(variable) -> str:
-    """Return the query of a variable's members, or of its number if it is a count.
+    """Return the query for a variable's members, or for its number if it is a count.
 
     As in AgentBench, an answer does not contain the entities that its variable starts from.
     """
@@ -78,23 +79,23 @@ def _entities(variable) -> set[str]:
 
 
 def relations(variable) -> str:
-    """Return the query of the relations that lead from a variable's members to other entities."""
+    """Return the query for the relations that lead from a variable's members to other entities."""
     return _predicates(variable, "isIRI(?o)")
 
 
 def attributes(variable) -> str:
-    """Return the query of the attributes of a variable's members that can be compared."""
+    """Return the query for the comparable attributes of a variable's members."""
     return _predicates(variable, _ordered("?o"))
 
 
 def has(variable, predicate: str, kind: str) -> str:
-    """Return the query that tells if a variable's members have a relation or an attribute."""
+    """Return the query that checks if a variable's members have a relation or an attribute."""
     condition = "isIRI(?o)" if kind == "relation" else _ordered("?o")
     return f"ASK {{ {_subselect(variable, '?x')} ?x {iri(predicate)} ?o . FILTER({condition}) }}"
 
 
 def expected_type(relation: str) -> str:
-    """Return the query of the type of the entities that a relation leads to."""
+    """Return the query for the type of the entities that a relation leads to."""
     return f"SELECT ?t WHERE {{ {iri(relation)} {iri('type.property.expected_type')} ?t }} LIMIT 1"
 
 
@@ -114,7 +115,7 @@ def _subselect(variable, x: str) -> str:
 
 
 def _pattern(variable, x: str) -> str:
-    """Return the group pattern that binds ``x`` to the members; inner names extend the outer one."""
+    """Return the group pattern that binds ``x`` to the members. Inner names extend the outer name."""
     kind, base = variable[0], variable[1]
     if kind == "entity":
         return f"VALUES {x} {{ {iri(base)} }}"
@@ -133,7 +134,7 @@ def _pattern(variable, x: str) -> str:
 
 
 class EmbeddedStore:
-    """An RDF store in this process's memory, for reading only; its queries run outside of Python's lock."""
+    """A read-only RDF store in this process's memory. Its queries run without Python's lock."""
 
     def __init__(self, triples: Iterable[bytes]) -> None:
         self.store = pyoxigraph.Store()
@@ -150,7 +151,7 @@ class Endpoint:
 
     Args:
         url: Address of the endpoint.
-        timeout: Seconds that a query may take.
+        timeout: Time limit of a query in seconds.
         client: HTTP client to use, instead of a new one.
     """
 
@@ -161,7 +162,7 @@ class Endpoint:
     def __call__(self, query: str) -> list[str] | bool:
         """Return the first column of a SELECT, shortened, or the answer of an ASK.
 
-        Raises QueryTooSlow where a smaller query might succeed, and StoreUnavailable.
+        Raises QueryTooSlow if a smaller query might succeed, and StoreUnavailable.
         """
         accept = {"Accept": "application/sparql-results+json"}
         body = bytearray()

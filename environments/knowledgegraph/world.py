@@ -1,8 +1,9 @@
 """Generates the world, 50,000 typed entities with relations and attributes, and questions about it.
 
-Relations are named as in Freebase, ``domain.type.property``, and each has an inverse. A question is made
-backwards from one of its answers, so that it always has one, and its answers are all that its logical form
-has in the world. Two splits never share a question: the first entity of a question decides its split.
+Relations are named as in Freebase, ``domain.type.property``, and each has an inverse. A question is generated
+backwards from one of its answers, so that it always has an answer. Its answers are all entities of its
+logical form in the world. Two splits never share a question, because the first entity of a question
+determines the split.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from agentrl_env.dataset import stable_seed
 
 SEED = 2501
 NUM_QUESTIONS = {"train": 5_000, "validation": 1_000, "test": 1_000}
-"""Different questions of each level."""
+"""Number of different questions of each level."""
 SHARES = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 """Last digits of the number of a question's first entity, for each split."""
 MAX_ANSWERS = 50
 MAX_BETWEEN = 1_000
-"""Entities in an intermediate set of a question."""
+"""Maximum number of entities in an intermediate set of a question."""
 LEAST_LISTED = 5
-"""Relations that the first entity of a question of level 1 has at least; the first of them is never right."""
+"""Minimum number of relations of the first entity of a level 1 question. The first is never right."""
 
 TYPES = {
     "people.person": 20_000,
@@ -170,7 +171,7 @@ SHAPES = {
 chain of two with one relation, then21 follows a relation from such an intersection."""
 
 WITH_ARTICLE = ("education.university", "geography.river", "visual_art.museum", TEAM, "award.award")
-"""Types with names that have an article within a sentence."""
+"""Types with names that need an article within a sentence."""
 GENRES = "comedy tragedy western thriller horror romance musical war crime fantasy adventure heist disaster "
 GENRES += "spy satire noir mystery sport family history"
 STYLES = "jazz blues folk rock punk soul disco techno house reggae ska swing opera gospel country ambient "
@@ -217,7 +218,7 @@ CODAS = ["", "", "l", "m", "n", "r", "s", "th", "nd", "rt"]
 class World:
     """The entities, their names and their facts, as plain lists and dicts.
 
-    Entities are numbered; ``ids`` has their Freebase-like identifiers, which tell nothing about them.
+    Entities are numbered. ``ids`` has their Freebase-like identifiers, which reveal nothing about them.
     """
 
     def __init__(self, seed: int = SEED) -> None:
@@ -276,7 +277,7 @@ class World:
             yield "\n".join(lines).encode()
 
     def follow(self, members: set[int], relation: str) -> set[int]:
-        """Return the entities that a relation leads to; nothing if they are too many."""
+        """Return the entities that a relation leads to, or nothing if there are too many."""
         edges, reached = self.edges[relation], set()
         for one in members:
             reached.update(edges.get(one, ()))
@@ -330,7 +331,7 @@ def _questions(split: str, level: int) -> list[dict]:
 
 
 def _question(place: World, rng: random.Random, level: int, share: range) -> dict | None:
-    """Draw one question; None where the draw has no good one."""
+    """Draw one question. Return None if the draw gives no good question."""
     shape = rng.choice(SHAPES[level])
     operation, lengths = shape.rstrip("1234"), [int(digit) for digit in shape.lstrip("acdeghnortu")]
     answer = end = rng.choice(place.of_type[rng.choice(list(ATTRIBUTES if operation == "arg" else TYPES))])
@@ -356,7 +357,7 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
         other, others = chains[1]
         variable, members = ("intersection", variable, other), members & others
         if members in (chains[0][1], others):
-            return None  # one of the two conditions would be idle
+            return None  # one of the two conditions would have no effect
     if last is not None:
         variable, members = ("neighbors", variable, last), place.follow(members, last)
     if operation in ("arg", "count") and len(members) < 2:
@@ -495,7 +496,7 @@ def _plural(noun: str) -> str:
 
 
 def _names(rng: random.Random, of_type: dict[str, range]) -> list[str]:
-    """Return a unique name for every entity, of a form that suits its type."""
+    """Return a unique name for every entity, in a form that suits its type."""
     taken: set[str] = set()
 
     def word() -> str:

@@ -1,4 +1,4 @@
-"""One Chromium for all sessions of a process; each session has a context of its own, without network."""
+"""One Chromium for all sessions of a process. Each session has its own context without network."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from threading import Lock, Thread
 from playwright.async_api import Error, TimeoutError, async_playwright
 
 ANSWER_SECONDS = 100.0
-"""Seconds that one request to the browser may take."""
+"""Time limit of one request to the browser in seconds."""
 ACTION_MS = 30_000
-"""Milliseconds that Chromium may take for one action."""
+"""Time limit of one action in Chromium in milliseconds."""
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-gpu", "--disable-dev-shm-usage"]
 
@@ -73,7 +73,7 @@ LOOK = """async wait => {
     };
 }"""
 SETTLE_MS = 50
-"""Milliseconds after an action, in which the page changes."""
+"""Milliseconds to wait after an action for changes of the page."""
 ELEMENT = "ref => window.seenElements[ref - 1]"
 
 
@@ -82,11 +82,11 @@ class BrowserFailed(RuntimeError):
 
 
 class CannotAct(Exception):
-    """The page has no place for an action: the element cannot be reached, or is gone."""
+    """The action is not possible, because the element cannot be reached or no longer exists."""
 
 
 class Browser:
-    """Starts Chromium when the first session needs it, and again if it died; calls come from any thread."""
+    """Starts Chromium when the first session needs it, and again if it died. Callable from any thread."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -94,7 +94,7 @@ class Browser:
         self.chromium = self.playwright = None
 
     def open(self, page: str, seed: int) -> Visit:
-        """Return a page of MiniWoB++ with the problem that follows from a seed. Raises BrowserFailed."""
+        """Return a page of MiniWoB++ with the problem of a seed. Raises BrowserFailed."""
         return Visit(self, self.run(self._open(page, seed)))
 
     def run(self, work):
@@ -145,7 +145,7 @@ class Browser:
 
 
 class Visit:
-    """The page of one session; elements have the numbers of the last ``look``. Raises BrowserFailed."""
+    """The page of one session. Elements have the numbers of the last ``look``. Raises BrowserFailed."""
 
     def __init__(self, browser: Browser, page) -> None:
         self.browser, self.page = browser, page
@@ -155,7 +155,7 @@ class Visit:
         return self.browser.run(self.page.evaluate(LOOK, SETTLE_MS))
 
     def seek(self, seed: int, step: int, wanted: Callable[[dict], bool]) -> int:
-        """Show the first wanted problem of the seeds from ``seed`` on, and return its seed."""
+        """Show the first suitable problem of the seeds from ``seed`` on, and return its seed."""
         return self.browser.run(self._seek(seed, step, wanted))
 
     def click(self, element: int) -> None:
@@ -189,7 +189,7 @@ class Visit:
 
     async def _click(self, number):
         try:
-            # Without force, an element that another covers is waited for.
+            # Without force, playwright would wait for an element that another element covers.
             await (await self._element(number)).click(force=True)
         except TimeoutError:
             raise
@@ -214,7 +214,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def executable() -> str | None:
-    """Return the path of Chromium: MINIWOB_CHROMIUM, or one in PATH, or None for playwright's own."""
+    """Return the path of Chromium: MINIWOB_CHROMIUM, a browser in PATH, or None for playwright's own."""
     return os.environ.get("MINIWOB_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 

@@ -24,17 +24,17 @@ LEVELS = {
         "search-engine", "social-media",
     ),
 }  # fmt: skip
-"""The pages of each level: one click or two; several actions on what is in view; a search first."""
+"""The pages of each level: one or two clicks; several actions on visible elements; a search first."""
 PAGES = {page for pages in LEVELS.values() for page in pages}
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 REMAINDERS = {"train": 0, "validation": 1, "test": 2}
-"""Remainder by the number of splits of the seeds of a split."""
+"""Seeds of a split have this remainder when divided by the number of splits."""
 TEXT_FIELDS = {"text", "password", "textarea", "search", "number", "email"}
 RULES = "Do what the instruction says. Elements have numbers in brackets, which change with the page."
 
 
 class Problems:
-    """The problems of a split and a level: pages in turn, each with a seed of its own."""
+    """The problems of a split and a level. The pages alternate, and each problem has its own seed."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -162,7 +162,7 @@ class Miniwob(Environment):
         raise ToolError(f"There is no element {element} on the page now.")
 
     def _after(self, name, *arguments):
-        """Act on the page, and return what is there then, or the end."""
+        """Act on the page, and return its new content, or the end of the episode."""
         try:
             getattr(self.visit, name)(*arguments)
         except CannotAct as error:

@@ -1,4 +1,4 @@
-"""The next action on each page, from what the agent sees: the instruction and the lines of the page."""
+"""The next action on each page, computed from the agent's view: the instruction and the lines of the page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from itertools import pairwise
 
 LEAST_CHOICES = 4
-"""Different choices of a page that must be read."""
+"""Number of different choices on a page that must be read."""
 Line = dict
-"""A line of the page: ``text`` alone, or an element with ``ref``, ``tag``, ``classes`` and its state."""
+"""A line of the page: only ``text``, or an element with ``ref``, ``tag``, ``classes`` and its state."""
 
 
 def next_call(page: str, query: str, lines: list[Line]) -> tuple[str, dict]:
@@ -17,7 +17,7 @@ def next_call(page: str, query: str, lines: list[Line]) -> tuple[str, dict]:
 
 
 def must_be_read(page: str, query: str, lines: list[Line]) -> bool:
-    """Return True if a page has several choices, and clicking its elements in order takes a wrong one."""
+    """Return True if a page has several choices, and clicking the elements in order selects a wrong one."""
     wanted, choices = CHOICES[page](query, lines)
     in_order = choices[-1] if page == "click-option" else choices[0]
     return len({*choices}) >= LEAST_CHOICES and wanted != in_order
@@ -48,7 +48,7 @@ def selected(query: str) -> str:
 
 
 def labels(lines: list[Line]) -> list[str]:
-    """Return the labels of the radio buttons, which stand behind them."""
+    """Return the labels of the radio buttons, which follow them."""
     return [after["text"] for line, after in pairwise(lines) if line.get("type") == "radio"]
 
 
@@ -66,7 +66,7 @@ def fields(lines: list[Line]) -> list[Line]:
 
 
 def fill(lines: list[Line], values: list[str], button: str = "Submit") -> tuple[str, dict]:
-    """Write each value into the field at its place, then click the button."""
+    """Write each value into its field, then click the button."""
     for field, value in zip(fields(lines), values, strict=True):
         if field["value"] != value:
             return write(field, value)
@@ -74,7 +74,7 @@ def fill(lines: list[Line], values: list[str], button: str = "Submit") -> tuple[
 
 
 def labelled(lines: list[Line], label: str) -> Line:
-    """Return the element whose label, the text behind it, is given."""
+    """Return the element with a label, which is the text after the element."""
     place = next(i for i, line in enumerate(lines) if "ref" not in line and line["text"] == label)
     return lines[place - 1]
 
@@ -226,4 +226,4 @@ CHOICES = {
     "click-option": lambda query, lines: (selected(query), labels(lines)),
     "choose-list": lambda query, lines: (selected(query), find(lines, tag="select")["options"]),
 }
-"""Page of level 1 -> the text of the right choice, and those of all choices in their order."""
+"""Page of level 1 -> the text of the right choice, and the texts of all choices in order."""

@@ -1,4 +1,4 @@
-"""Check scripts of AgentBench's problems: how they run, and whether one crashed."""
+"""Check scripts of AgentBench's problems: runs them and detects crashes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
     "PYTHONNOUSERSITE": "1",
 }
-"""The machine's programs and modules come before those that the agent could have written."""
+"""The machine's programs and modules take precedence over files that the agent could have written."""
 CRASHED = 121
 DEFECTIVE = 122
-"""Exit statuses of a Python check: an exception ended it; the exception is independent of its arguments."""
+"""Exit statuses of a Python check: an exception ended it, or an exception that does not depend on its
+arguments."""
 PYTHON = f"""import site, sys
 site.setquit()
 site.setcopyright()
@@ -31,15 +32,15 @@ except Exception as error:
     __import__("traceback").print_exc()
     sys.exit({DEFECTIVE} if isinstance(error, (NameError, ImportError, SyntaxError)) else {CRASHED})
 """
-"""Runs a check as ``python3 -c`` does, builtins of ``site`` included.
+"""Runs a check like ``python3 -c``, including the builtins of ``site``.
 
-Python itself starts with -I and -S: it must not run a ``sitecustomize`` or a ``.pth`` file of the agent. The
-standard library comes before the agent's modules.
+Python itself starts with -I and -S, so that it does not run a ``sitecustomize`` or a ``.pth`` file of the
+agent. The standard library takes precedence over the agent's modules.
 """
 
 
 def run(machine: Sandbox, check: Script, arguments: Sequence[str]) -> ExecResult:
-    """Run a check with arguments, as AgentBench does."""
+    """Run a check with arguments, as in AgentBench."""
     language, code = check
     start = ["-I", "-S", "-c", PYTHON, code] if language == "python" else ["-c", code, "--"]
     return machine.run(
@@ -55,7 +56,7 @@ def crashed(check: Script, done: ExecResult) -> bool:
 
 
 def defective(check: Script, done: ExecResult) -> bool:
-    """Return True if a check that crashed would also crash on a machine in the right state."""
+    """Return True if a crashed check would also crash on a machine in the right state."""
     if check[0] == "python":
         return done.killed_by is not None or done.code == DEFECTIVE
     return done.killed_by is not None or (done.code == 2 and "syntax error" in done.stderr)

@@ -26,18 +26,18 @@ from .problems import COMMANDS, Problem
 
 logger = logging.getLogger("agentrl_env")
 IMAGE = os.environ.get("OS_INTERACTION_IMAGE") or None
-"""Container image of the machines of generated problems; by default this machine's programs are used."""
+"""Container image of the machines of generated problems. By default this machine's programs are used."""
 LEVELS = {f"{split}{suffix}": (level, split) for level, suffix in ((1, ""), (2, "-2"), (3, "-3"))
           for split in generator.COUNT}  # fmt: skip
 FILES = official.files(os.environ.get("OS_INTERACTION_DATA", ""), taken=LEVELS)
-"""AgentBench's file, or its folder; each file is a split."""
+"""AgentBench's file, or its folder. Each file is a split."""
 MAX_CHARS = 800
-"""Maximum length of an output that is shown whole, as in AgentBench."""
+"""Maximum length of an output that is shown completely, as in AgentBench."""
 SHOWN = 780
-"""Length of the part of a longer output that is shown, as in AgentBench."""
+"""Length of the shown part of a longer output, as in AgentBench."""
 MAX_ANSWER = 4000
 KILLS_ALL = ("timeout", "output", "pids")
-"""Limits for which a sandbox kills the problem's own programs too; they are then started again."""
+"""Limits for which a sandbox also kills the problem's own programs. They are then started again."""
 HOME = "/home/agent"
 ROOT = {
     "cwd": "/root",
@@ -63,7 +63,7 @@ GROUPS = {
 }  # fmt: skip
 """The accounts of Debian."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
-"""A number, and nothing like 0644 or version 3.10."""
+"""A number, but not a text like 0644 or version 3.10."""
 LOADED_FIRST = re.compile(
     r"/etc/ld\.so\.|/usr/local/lib/python[^/]*/[a-z]+-packages/((site|user)customize\b|[^/]*\.pth/)"
 )
@@ -111,7 +111,7 @@ def _try_records(environment_class, stop):
             try:
                 environment.reset(TaskSample(task=environment_class.name, data=data), None)
             except SandboxUnavailable:
-                return  # every session says so
+                return  # every session reports the error
             except SandboxFailed as error:
                 logger.warning("os_interaction cannot set up sample %d of %s: %s", index, split, error)
             finally:
@@ -238,7 +238,7 @@ class OsInteraction(Environment):
         return Message.assistant(f"It is {text}.", ToolCall.of("answer_action", answer=text))
 
     def _described(self, done):
-        """Return a result as text: ``{result}`` has the exit code, ``{output}`` does not."""
+        """Return a result as text. ``{result}`` has the exit code, and ``{output}`` does not."""
         if not (done.stdout.strip() or done.stderr.strip() or done.note):
             return self.wording.text("no_output", result=done.text)
         result, output = (
@@ -248,7 +248,7 @@ class OsInteraction(Environment):
         return self.wording.text("output", result=result, output=output)
 
     def _in_shell(self, script):
-        """Run a script in the agent's shell; return the result, and True if the shell has ended."""
+        """Run a script in the agent's shell. Return the result, and True if the shell has ended."""
         done, state = shell.run(self.box, script, self.shell, **self._manner)
         self.shell = (shell.SU if self.problem.official else "") if state is None else state
         return done, state is None
@@ -268,7 +268,7 @@ class OsInteraction(Environment):
         return Done("Well done." if right else "That is not right.", reward=float(right))
 
     def _matches(self, answer):
-        """Search for the pattern in a sandbox: an answer could make it take hours."""
+        """Search for the pattern in a sandbox, because an answer could make the search take hours."""
         with self._open() as machine:
             done = machine.run([*SEARCH, self.problem.pattern, answer], cwd="/", env=checks.ENVIRONMENT)
         if done.code not in (0, FOUND_NOTHING) and not done.killed_by:
@@ -287,9 +287,9 @@ class OsInteraction(Environment):
         return box
 
     def _machine(self):
-        """Open the problem's machine, with its files, as the init scripts leave it.
+        """Open the problem's machine with its files, and run the init scripts.
 
-        Raises SandboxFailed if an init script fails, as AgentBench ends such a sample.
+        Raises SandboxFailed if an init script fails. AgentBench also ends such a sample.
         """
         box = self._open()
         try:
@@ -308,7 +308,7 @@ class OsInteraction(Environment):
         return box
 
     def _script(self, box, script, name):
-        """Run code of the task itself; a failure is the task's and not the agent's."""
+        """Run code of the task itself. A failure is a failure of the task and not of the agent."""
         language, code = script
         done = box.run([*COMMANDS[language], "-c", code], timeout=checks.TIMEOUT, **self._manner)
         _check_not_killed(done, name)
@@ -319,9 +319,9 @@ class OsInteraction(Environment):
             self._script(box, ("bash", self.problem.start), "start")
 
     def _example(self):
-        """Return what the gold command prints on a second machine like the agent's.
+        """Return the output of the gold command on a second machine like the agent's.
 
-        Raises SandboxFailed where it fails and prints nothing, for then nothing tells what is right.
+        Raises SandboxFailed if it fails without output, because the right answer is then unknown.
         """
         with self._open() as twin:
             twin.restore(self.box.snapshot())
@@ -332,9 +332,10 @@ class OsInteraction(Environment):
         return done.stdout
 
     def _state_is_right(self, answer):
-        """Check a clean machine with the agent's files and none of its processes.
+        """Check a clean machine with the agent's files and without its processes.
 
-        Of generated problems only the files at home are taken, so that the programs are the machine's.
+        For generated problems, only the files in the home folder are copied, so that the agent cannot
+        replace programs of the machine.
         """
         try:
             state = self.box.snapshot() if self.box.alive else None
@@ -353,10 +354,10 @@ class OsInteraction(Environment):
         return all(machine.run(code).stdout == wanted for code, wanted in self.problem.outputs)
 
     def _checks(self, machine, answer):
-        """Run the checks as AgentBench does: each gets the answer and what the ones before printed.
+        """Run the checks as in AgentBench. Each check gets the answer and the output of the previous checks.
 
-        What the example printed is a right answer even where the check fails to read it, and the only one
-        where there is no other check. Where it printed nothing, that has to be answered.
+        The output of the example is a right answer even if the check fails to parse it. If there is no other
+        check, it is the only right answer. If the output is empty, the answer must be empty too.
         """
         if None in self.problem.checks:
             right, given = self.example.strip(), (answer or "").strip()
@@ -373,7 +374,7 @@ class OsInteraction(Environment):
         return False
 
     def _first_failure(self, machine, answer):
-        """Run the checks until one fails; return it with its result, or None twice."""
+        """Run the checks until one fails. Return this check and its result, or None twice."""
         given = [answer]
         for check in self.problem.checks:
             if check is None:
@@ -386,9 +387,9 @@ class OsInteraction(Environment):
         return None, None
 
     def _is_broken(self):
-        """Return True if the checks crash without the agent: on another machine, with the right answer.
+        """Return True if the checks also crash without the agent, on another machine with the right answer.
 
-        If no script shows what is right, only a crash that the right state would not prevent counts.
+        If no script produces the right state, only crashes that it would not prevent count.
         """
         with self._machine() as machine:
             known = None in self.problem.checks
@@ -406,7 +407,7 @@ def _check_not_killed(done, name):
 
 
 def same_answer(right: str, given: str) -> bool:
-    """Return whether a given answer is the right one: the same text or number, of a path the last part."""
+    """Return True if an answer is right: the same text or number, or the last part of a path."""
     given, right = given[:MAX_ANSWER].strip(), right.strip()
     if given == right:
         return True
@@ -423,9 +424,9 @@ def _problem(data):
 
 
 def _kept(state: bytes, *, official: bool) -> bytes:
-    """Return a snapshot of the agent's home; of an official problem, of all that programs do not load first.
+    """Return a snapshot of the agent's home, or for official problems, of all files that are safe to copy.
 
-    A library that ``/etc/ld.so.preload`` names, for example, would be part of every program that checks.
+    For example, a library in ``/etc/ld.so.preload`` would be loaded into every program of the checks.
     """
     kept = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(state)) as old, tarfile.open(fileobj=kept, mode="w") as new:

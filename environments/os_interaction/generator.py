@@ -1,7 +1,7 @@
 """Generated problems: files, and questions about them or changes to make, with gold commands.
 
-A problem follows from its level and number alone. Its answer, or what its check should print, is computed
-here, in Python, and never by the gold command, which proves that the problem can be solved.
+Level and number determine a problem. Its answer, or the right output of its check, is computed here in Python
+and never by the gold command, which proves that the problem can be solved.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ def generate(level: int, number: int) -> Problem:
 
 
 def _before(problem: Problem, code: str) -> str | None:
-    """Return what a check that lists files prints before anything is done; None for other checks."""
+    """Return the output of a check that lists files before any change, or None for other checks."""
     for folder in {path.split("/")[0] for path in problem.files}:
         command, output = _listing(problem.files, folder)
         if command == code:

@@ -1,4 +1,4 @@
-"""Problems of AgentBench's ``os_interaction``, read as they are; the unusable are named with the reason."""
+"""Unchanged problems of AgentBench's ``os_interaction``. Unusable problems are listed with the reason."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ LANGUAGES = {
 READ_ONLY = re.compile(
     r"(?<![\w/.-])/usr/(?!(bin|sbin|lib\w*|local|share|include|src|games|etc)\b)(?=[\w.-])"
 )
-"""A path directly below /usr, where a sandbox has nothing writable; it is moved to /usr/local."""
+"""A path directly below /usr, which a sandbox cannot write. It is moved to /usr/local."""
 IMAGES = {"ubuntu": ["bash", "echo tmp > /file.txt; echo tmp > /root/file.txt"]}
-"""What a local image of AgentBench holds beside the usual programs, as a script."""
+"""Additional content of AgentBench's local images, as a script."""
 Load = Callable[[str], str]
 
 
 class Unusable(ValueError):
-    """A record that cannot become a problem; the text says why."""
+    """A record that cannot become a problem. The text has the reason."""
 
 
 def files(data: str, taken: Collection[str] = ()) -> dict[str, Path]:
     """Return split -> file: of one file, of a folder, or of a folder of AgentBench with ``data`` in it.
 
-    A name that is ``taken`` gets ``official-`` before it. Raises DefinitionError where there is no file.
+    Names that are ``taken`` get the prefix ``official-``. Raises DefinitionError if there is no file.
     """
     root = Path(data)
     if root.is_file():
@@ -72,7 +72,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _lines(text: str) -> list[Any]:
-    """Return the record of each line; one that is no JSON is no record."""
+    """Return the record of each line. Lines that are not JSON have no record."""
     records: list[Any] = []
     for line in filter(str.strip, text.split("\n")):
         try:
@@ -90,7 +90,7 @@ def problem(record: Any, load: Load) -> dict[str, Any]:
     if not (isinstance(question, str) and question.strip()):
         raise Unusable("it has no description")
     create = record.get("create")
-    create = create if isinstance(create, dict) else {}  # dirty records have their checks here
+    create = create if isinstance(create, dict) else {}  # malformed records have their checks here
     evaluation = record.get("evaluation")
     evaluation = evaluation if isinstance(evaluation, dict) else {}
     start = _scripts(record.get("start", create.get("start")), load)
@@ -131,7 +131,7 @@ def _answer(value: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return text that can be sent: half a surrogate pair is "?"."""
+    """Return text that can be sent, with lone surrogates replaced by "?"."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -142,7 +142,7 @@ def _scripts(value: Any, load: Load) -> list[list[str]]:
 
 
 def _single(scripts: list[list[str]]) -> list[str] | None:
-    """Return scripts that run one after the other as one."""
+    """Return scripts that run one after another as a single script."""
     if len(scripts) > 1 and any(language != "bash" for language, _ in scripts):
         raise Unusable("its example has several scripts, which are not all bash")
     return [scripts[0][0], "\n".join(code for _, code in scripts)] if scripts else None
@@ -168,7 +168,7 @@ def _script(value: Any, load: Load) -> list[str] | None:
 
 
 def _script_file(path: Path, name: str) -> str:
-    """Return a script that a data file names, from the folder ``scripts`` that belongs to it."""
+    """Return a script that a data file names, from its folder ``scripts``."""
     roots = []
     for parent in (path.parent, *list(path.parents)[1:4]):
         scripts = parent / "scripts"

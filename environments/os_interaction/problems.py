@@ -1,4 +1,4 @@
-"""The common form of a problem: what prepares the machine, and what decides whether it was done."""
+"""The common form of a problem: the preparation of the machine, and the data for grading."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ COMMANDS = {"bash": ["/bin/bash"], "python": ["/usr/bin/env", "python3"]}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A request, the machine it is about, and its grading by exactly one of the last four fields."""
+    """A request, its machine, and its grading by exactly one of the last four fields."""
 
     question: str
     files: dict[str, str] = field(default_factory=dict)
     """Path -> content, written before ``init``."""
     init: Sequence[Script] = ()
     start: str | None = None
-    """Bash code that starts processes, which go on running."""
+    """Bash code that starts background processes."""
     gold: Script | None = None
-    """Code that does what is asked for, or whose output is the answer."""
+    """Code that fulfils the request, or prints the answer."""
     official: bool = False
-    """Whether the agent plays root, as in AgentBench's containers."""
+    """Whether the agent is root, as in AgentBench's containers."""
 
     answer: str | None = None
     """The answer, as text or a number."""
@@ -32,5 +32,6 @@ class Problem:
     outputs: list[tuple[str, str]] | None = None
     """Bash code -> its right output, on a clean machine with the agent's files."""
     checks: list[Script | None] | None = None
-    """Programs that succeed with the answer, and with what the ones before printed, as arguments. None prints
-    what ``gold`` printed before the agent began."""
+    """Programs that succeed if the answer is right. Their arguments are the answer and the outputs of the
+    previous programs. None stands for a program that prints the output of ``gold`` from before the agent's
+    start."""

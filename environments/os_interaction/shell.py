@@ -1,7 +1,7 @@
-"""The agent's shell: each script continues in the state that the script before it left.
+"""The agent's shell: each script continues in the state of the previous script.
 
 A script runs in a new bash, which first restores the folder, variables, functions, aliases, options and
-traps. A script that is killed therefore does not take the shell with it, and a session can be forked.
+traps. Killing a script therefore does not end the shell, and a session can be forked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from agentrl_env.sandbox import ExecResult, Sandbox
 
 STATE = "/dev/shm/.shell"
-"""Where a script leaves the state. The next script deletes the file before its own code starts."""
+"""File with the state after a script. The next script deletes it before its own code starts."""
 MAX_STATE = 1 << 20
 SU = """su() {
     local code
@@ -20,14 +20,14 @@ SU = """su() {
     code=$(command su --enter "$@") && eval "$code"
 }
 """
-"""Lets ``su`` without a command last, as in one shell."""
+"""Makes ``su`` without a command persistent, as in a single shell."""
 COMMAND = ["/bin/bash", "-c", 'read -r -d ""; eval "$REPLY"']
 RESTORE = (
     f"unset BASH_EXECUTION_STRING; shopt -s expand_aliases; rm -f {STATE}; read -r -d ''; "
     '{ eval "unset REPLY; $REPLY"; read -r -d ""; exec </dev/null; } 2>/dev/null; '
     'eval "unset REPLY; $REPLY"; '
 )
-"""Is one line, so that bash counts the lines of the agent's code from 1 in its messages."""
+"""A single line, so that line numbers in bash's messages match the agent's code."""
 KEEP = (
     '{ set -- "$?"; printf \'cd -- %q\\n\' "$PWD"; declare -f; declare -p; alias -p; umask -p; trap -p; '
     f'shopt -p; set +o; trap - DEBUG ERR EXIT; exit "$1"; }} 2>/dev/null >{STATE}'
@@ -35,7 +35,7 @@ KEEP = (
 
 
 def run(machine: Sandbox, code: str, state: str, **options: Any) -> tuple[ExecResult, str | None]:
-    """Run a script; return its result and the state of the shell, or None if the script ended the shell."""
+    """Run a script. Return its result and the state of the shell, or None if the script ended the shell."""
     if "\0" in code:
         return machine.run(["/bin/bash", "-c", code], **options), state
     done = machine.run(COMMAND, stdin=f"{RESTORE}{KEEP}\0{state}\0{code}\0", **options)
@@ -43,7 +43,7 @@ def run(machine: Sandbox, code: str, state: str, **options: Any) -> tuple[ExecRe
         return done, state
     try:
         left = machine.read(STATE, MAX_STATE + 1)
-    except PermissionError:  # a sandbox that hides the folder, or an agent that took the right
+    except PermissionError:  # the sandbox hides the folder, or the agent removed the permission
         return done, state
     except OSError:
         return done, None

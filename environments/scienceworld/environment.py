@@ -8,11 +8,11 @@ from .simulator import Simulators
 from .variations import NAMES, problems
 
 MAX_ACTIONS = 300
-"""Of an episode; a sample can have fewer."""
+"""Actions of an episode. A sample can have fewer."""
 LEVELS = (1, 2, 3)
 LONGEST_ACTION = 200
 UNKNOWN = "No known action matches that input."
-"""The simulator's answer to what is no action."""
+"""The simulator's answer to an invalid action."""
 
 
 class Scienceworld(Environment):
@@ -58,7 +58,7 @@ class Scienceworld(Environment):
         seen = self.simulator.step(action)
         known = not seen.text.startswith(UNKNOWN)
         self.invalid += not known
-        # A score below zero stands for a mistake that cannot be mended, which forfeits all points.
+        # A score below zero means a fatal mistake, which forfeits all points.
         reward, self.points = max(seen.score, 0.0) - self.points, max(seen.score, 0.0)
         if seen.completed or seen.score < 0:
             return Done(seen.text, reward=reward)
@@ -89,7 +89,7 @@ class Scienceworld(Environment):
             self.take_action(action)
 
     def expert(self, rng):
-        """Follow the simulator's gold path from its first action that has not been taken yet."""
+        """Follow the simulator's gold path from the first action that has not been taken yet."""
         gold = self.simulators.gold_path(*self._problem())
         position = 0
         for action in self.taken:

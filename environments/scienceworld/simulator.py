@@ -1,4 +1,4 @@
-"""ScienceWorld's simulator: Java processes of sessions, a few that wait, and one for gold paths."""
+"""ScienceWorld's simulator: Java processes for sessions, a few idle ones, and one for gold paths."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 OPTIONS = (
     *("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"),
-    # The simulator lists things in the order of hash sets: one hash for all objects makes episodes repeat.
+    # The simulator lists things in the order of hash sets. A constant hash makes episodes reproducible.
     *("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"),
 )
-"""Of Java: one thread for its garbage, one quick compiler, no file for each process."""
+"""Options of Java: one thread for garbage collection, one quick compiler, no file for each process."""
 SESSION_MB, GOLD_MB = 128, 400
-"""Memory of the heap of a session's process, and of the one that computes gold paths."""
+"""Heap memory of a session's process, and of the process that computes gold paths."""
 ANSWER_SECONDS = 240
 LIMIT = int(os.environ.get("SCIENCEWORLD_PROCESSES", "64"))
-"""Java processes of one server process that may be open at once."""
+"""Maximum number of open Java processes of one server process."""
 IDLE = 4
-"""Java processes that wait for a session."""
+"""Number of idle Java processes to keep for new sessions."""
 EPISODES = 100
-"""Episodes after which a Java process is replaced."""
+"""Number of episodes after which a Java process is replaced."""
 GOLD_PATHS = 4_096
-"""Gold paths that are kept."""
+"""Number of gold paths to cache."""
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # errors are raised here as SimulatorFailed
 
@@ -35,7 +35,7 @@ class SimulatorFailed(RuntimeError):
 
 
 class Seen(NamedTuple):
-    """The simulator's text, its score (1 at the end, below 0 after a fatal mistake) and whether it ended."""
+    """The simulator's text, its score (1 at the end, below 0 after a fatal mistake), and whether it ended."""
 
     text: str
     score: float
@@ -60,7 +60,7 @@ class Simulator:
             )
         self.folder = tempfile.TemporaryDirectory(prefix="scienceworld-")  # the simulator writes a list there
         try:
-            # The process ends when its standard input does, which is when this one ends.
+            # The process ends when its standard input closes, which happens when this process ends.
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH,
                 javaopts=[f"-Xmx{heap_mb}m", *OPTIONS],
@@ -84,7 +84,7 @@ class Simulator:
         self.server = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
 
     def load(self, task: str, variation: int, simplifications: str, *, gold: bool = False) -> Seen:
-        """Start an episode; with ``gold`` the simulator also solves it, which can take many seconds."""
+        """Start an episode. With ``gold`` the simulator also solves it, which can take many seconds."""
         self.episodes += 1
         self.call("load", task, variation, simplifications, gold)
         return self._seen(self.call("freeActionLook"))
@@ -96,7 +96,7 @@ class Simulator:
         """Call a method of the simulator's interface for Python."""
         from py4j.protocol import Py4JError
 
-        self.usable = False  # until it has answered: a call may be cut off by its time limit
+        self.usable = False  # until the call has returned, because its time limit can interrupt it
         try:
             value = getattr(self.server, name)(*arguments)
         except (Py4JError, OSError) as error:
@@ -119,7 +119,7 @@ class Simulator:
 
 
 class Simulators:
-    """Opens simulators up to a limit, keeps a few that are given back, and computes each gold path once."""
+    """Opens simulators up to a limit, keeps a few returned ones, and computes each gold path once."""
 
     def __init__(self) -> None:
         self.lock, self.gold_lock = Lock(), Lock()
@@ -129,7 +129,7 @@ class Simulators:
         self.paths: dict[tuple[str, int, str], list[str]] = {}
 
     def open(self) -> Simulator:
-        """Return a simulator for a session; starting Java takes seconds. Raises SimulatorFailed."""
+        """Return a simulator for a session. Starting Java takes seconds. Raises SimulatorFailed."""
         with self.lock:
             while self.idle:
                 simulator = self.idle.pop()
@@ -151,7 +151,7 @@ class Simulators:
             raise
 
     def give_back(self, simulator: Simulator) -> None:
-        """Keep a simulator that works for the next session, or end it."""
+        """Keep a working simulator for the next session, or end it."""
         with self.lock:
             self.open_now -= 1
             if simulator.usable and len(self.idle) < IDLE and simulator.episodes < EPISODES:
@@ -160,7 +160,7 @@ class Simulators:
         simulator.close()
 
     def gold_path(self, task: str, variation: int, simplifications: str) -> list[str]:
-        """Return the actions that solve a problem; they are computed when they are first asked for."""
+        """Return the actions that solve a problem. They are computed on first use."""
         problem = (task, variation, simplifications)
         with self.gold_lock:
             if problem not in self.paths:
@@ -175,14 +175,14 @@ class Simulators:
             return self.paths[problem]
 
     def close(self) -> None:
-        """End the processes that no session has."""
+        """End the processes that no session uses."""
         with self.lock:
             while self.idle:
                 self.idle.pop().close()
         self.end_solver()
 
     def end_solver(self) -> None:
-        """End the process that computes gold paths; the next path starts another."""
+        """End the process that computes gold paths. The next path starts a new process."""
         with self.gold_lock:
             if self.solver is not None:
                 self.solver.close()

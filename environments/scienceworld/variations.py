@@ -1,4 +1,4 @@
-"""ScienceWorld's tasks, how many variations each has, and how the package divides them."""
+"""ScienceWorld's tasks, the number of their variations, and the splits of the package."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ SHORT = (
     "test-conductivity-of-unknown-substances",
     "use-thermometer",
 )
-"""Tasks whose gold path has about 25 actions or fewer with all simplifications."""
+"""Tasks with a gold path of about 25 actions or fewer with all simplifications."""
 UNSOLVED = {("test-conductivity", variation) for variation in range(375, 450, 3)}
-"""Training problems without a gold path that works: it confuses two metal pots."""
+"""Training problems without a working gold path, because it confuses two metal pots."""
 ACTIONS = {1: 60, 2: 300, 3: 300}
 """Actions of an episode of each level."""
 ELECTRICAL = ("power-component", "test-conductivity")
-"""Beginnings of the tasks that need electrical actions, which "easy" removes."""
+"""Prefixes of the tasks that need electrical actions, which "easy" removes."""
 NAMES = {"train": "train", "validation": "dev", "test": "test"}
 
 
 def variations(task: str, split: str) -> range:
-    """Return the variations of a task in a split: half for train, a quarter each for dev and test."""
+    """Return the variations of a task in a split: half for train, and a quarter each for dev and test."""
     count = VARIATIONS[task]
     quarter = count // 4
     bounds = {"train": (0, 2 * quarter), "dev": (2 * quarter, 3 * quarter), "test": (3 * quarter, count)}
@@ -71,7 +71,7 @@ def variations(task: str, split: str) -> range:
 
 
 def simplifications(task: str, level: int) -> str:
-    """Return the simplifications of a level: all that the task can have below level 3, none there."""
+    """Return the simplifications of a level: all possible ones below level 3, and none at level 3."""
     if level == 3:
         return ""
     return (

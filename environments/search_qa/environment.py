@@ -1,7 +1,7 @@
 """Search QA: answer a question by searching an encyclopedia and reading its pages.
 
-The encyclopedia has 40,000 generated pages. ``SEARCH_QA_DATA`` names a folder with a corpus and questions
-that replace it.
+The encyclopedia has 40,000 generated pages. ``SEARCH_QA_DATA`` is a folder with another corpus and its
+questions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .questions import LEVELS, NUM_QUESTIONS, Questions
 from .world import world
 
 DATA = os.environ.get("SEARCH_QA_DATA")
-"""Folder of a corpus with questions; without it both are generated."""
+"""Folder of a corpus with questions. Without it both are generated."""
 PAGE_SIZE = 10
-"""Results that one call of ``search`` shows."""
+"""Number of results that one call of ``search`` shows."""
 PART = 2_000
-"""Characters of a page that one call of ``read`` shows, at most."""
+"""Maximum number of characters of a page that one call of ``read`` shows."""
 PARTS = re.compile(rf"(?s)\S.{{0,{PART - 1}}}(?!\S)|\S{{1,{PART}}}")
 INSTRUCTIONS = (
     "Answer the question with the pages of an encyclopedia. search() finds pages, read() shows one, and "
@@ -40,7 +40,7 @@ def _open_index() -> Index:
 
 
 def encyclopedia() -> Index:
-    """Return the index of this process; the first call opens it."""
+    """Return the index of this process. The first call opens it."""
     with _opening:
         return _open_index()
 
@@ -135,9 +135,9 @@ class SearchQa(Environment):
         vars(self).update(state)
 
     def expert(self, rng):
-        """Search for the next page of the question's way and read it; answer when all are read.
+        """Search for the next page on the way to the answer and read it. Answer when all are read.
 
-        A page that its search does not find is read by its title.
+        If the search does not find a page, read it by its title.
         """
         for query, title in self.steps:
             if title in self.read_titles or encyclopedia().page(title) is None:

@@ -1,4 +1,4 @@
-"""The pages in SQLite: found by title, or by full-text search."""
+"""The pages in SQLite, found by title or by full-text search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 MAX_RESULTS = 50
 MAX_WORDS = 30
-"""Words of a search that count."""
+"""Maximum number of used words of a search."""
 MAX_TITLE = 500
-"""Characters of a title, and of a word of a search."""
+"""Maximum number of characters of a title, and of a word of a search."""
 RARE = 40
-"""A word is rare where at most one page in so many has it."""
+"""A word is rare if at most one page in this many has it."""
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -36,7 +36,7 @@ SELECT title, about FROM pages JOIN (
 ) ON id = number ORDER BY score, id
 """
 KEPT_SEARCHES, KEPT_PAGES = 4096, 16384
-"""Results that are kept in memory: sessions of one problem, and the expert, repeat searches."""
+"""Number of cached results. Sessions of one problem and the expert repeat searches."""
 
 
 class Page(NamedTuple):
@@ -47,7 +47,7 @@ class Page(NamedTuple):
 
 
 class Index:
-    """The pages and, of a folder's data, the questions; threads may share it."""
+    """The pages, and the questions of a folder's data. Can be shared by threads."""
 
     def __init__(self, path: str = ":memory:") -> None:
         self._db = sqlite3.connect(path, check_same_thread=False)
@@ -60,7 +60,7 @@ class Index:
     def build(cls, pages: Iterable[tuple[str, str, str]], path: str = ":memory:") -> Index:
         """Create the tables, and fill them with the title, short description and text of pages.
 
-        Of pages with one title, the second gets the title "... (2)", and so on.
+        If several pages have the same title, the second gets the title "... (2)", and so on.
         """
         index = cls(path)
         index._db.executescript(SCHEMA)
@@ -83,7 +83,7 @@ class Index:
             db.executemany("INSERT INTO questions VALUES (?, ?, ?)", rows)
 
     def splits(self) -> dict[str, int]:
-        """Return the splits that have questions, and how many."""
+        """Return the splits and their numbers of questions."""
         return dict(self._fetch("SELECT split, COUNT(*) FROM questions GROUP BY split ORDER BY split"))
 
     def question(self, split: str, number: int) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class Index:
     def search(self, query: str) -> tuple[tuple[str, str], ...]:
         """Return title and short description of the pages that best match the words, 50 at most.
 
-        A page has one of the rare words at least. The order is that of BM25, where words in the title count
-        four times and rare words double. So the many pages with only common words are never scored.
+        Each result has at least one of the rare words. The order is that of BM25. Words in the title count
+        four times, and rare words double. The many pages with only common words are therefore never scored.
         """
         return self._found(tuple(word[:MAX_TITLE] for word in content_words(query)[:MAX_WORDS]))
 
     def page(self, title: str) -> Page | None:
-        """Return the page with this title, in any case of its letters."""
+        """Return the page with this title, ignoring case."""
         title = title.strip()
         return self._read(title) if len(title) <= MAX_TITLE else None
 
@@ -137,6 +137,6 @@ class Index:
 
 
 def content_words(text: str) -> list[str]:
-    """Return the words of a text that say what it is about, each once, in lower case."""
+    """Return the content words of a text, each once, in lower case."""
     words = list(dict.fromkeys(re.findall(r"[^\W_]+", text.lower())))
     return [word for word in words if word not in STOP_WORDS] or words

@@ -1,8 +1,8 @@
 """Reads a folder of JSON files with pages and questions into an index on disk, once.
 
-Each file is one or the other by its first record. Questions are those of HotpotQA, 2WikiMultihopQA, MuSiQue,
-Natural Questions (open) or FlashRAG; pages have a title and a text. A folder without pages has those that
-come with its questions as context.
+The first record of a file determines whether it has pages or questions. Questions have the format of
+HotpotQA, 2WikiMultihopQA, MuSiQue, Natural Questions (open) or FlashRAG. Pages have a title and a text. If a
+folder has no pages, the context of its questions is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("agentrl_env")
 
 STORE = "search_qa.sqlite"
 ABOUT = 100
-"""Characters of a page that a result of a search shows."""
+"""Number of characters of a page in a search result."""
 
 
 class DataError(ValueError):
@@ -45,7 +45,7 @@ class StoredQuestions:
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Index:
-    """Return the index of a folder, ``search_qa.sqlite``, which is written where it is missing or outdated.
+    """Return the index of a folder, ``search_qa.sqlite``. It is written if it is missing or outdated.
 
     Raises DataError.
     """
@@ -61,7 +61,7 @@ def open_folder(folder: str | os.PathLike[str]) -> Index:
 
 
 def question_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
-    """Return split -> file of the files with questions; the split is the file's name. Raises DataError."""
+    """Return split -> file for files with questions. The split is the file's name. Raises DataError."""
     found = {
         file.name.removesuffix(file.suffix): file for file in _files(Path(folder)) if _has(file, _question)
     }
@@ -96,13 +96,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _has(file: Path, read) -> bool:
-    """Return whether the first of a file's records can be read so."""
+    """Return True if the first record of a file can be read in this way."""
     record = next(_records(file), None)
     return record is not None and read(record) is not None
 
 
 def _usable(file: Path, read) -> Iterator[Any]:
-    """Yield the records of a file that can be read so; the log counts the others."""
+    """Yield the records of a file that can be read in this way. The log counts the others."""
     skipped = 0
     for record in _records(file):
         if (found := read(record)) is None:
@@ -145,7 +145,7 @@ def _question(record: Any) -> dict[str, Any] | None:
 
 
 def _page(record: Any) -> tuple[str, str] | None:
-    """Return title and text of a record; without a title, the first line of its contents is one."""
+    """Return title and text of a record. Without a title, the first line of its contents is the title."""
     if not isinstance(record, dict):
         return None
     title, text = _text(record.get("title")).strip(), _text(record.get("text") or record.get("contents"))
@@ -186,7 +186,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: the sentences of a list joined, half of a surrogate pair a question mark."""
+    """Return a value as text. Sentences of a list are joined, and lone surrogates become question marks."""
     if isinstance(value, list):
         value = "".join(f"{part}" if f"{part}"[:1].isspace() else f" {part}" for part in value).strip()
     text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""

@@ -1,4 +1,4 @@
-"""Writes the pages of the encyclopedia: varied sentences that tell the facts of a thing."""
+"""Writes the pages of the encyclopedia: varied sentences with the facts of a thing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl_env.dataset import stable_seed
 from .world import KINDS, RELATIONS, YEAR, Thing, World
 
 MAX_MENTIONS = 4
-"""Things that a page names because a fact of theirs is about its own thing."""
+"""Number of things that a page names because they have a fact about its thing."""
 LEADS = {
     "person": (
         "{S} is {an_about}.",
@@ -218,11 +218,11 @@ _PLACES = ("city", "mountain", "museum", "university", "river", "region")
 STYLES = {kind: "person" if kind == "person" else "place" if kind in _PLACES else "work" for kind in KINDS}
 """Kind -> the sort of leads and fillers of its pages."""
 _NAMED = ("person", "mountain", "museum", "university", "river")
-"""Kinds whose names tell what they are."""
+"""Kinds with names that already say the kind."""
 
 
 def named(thing: Thing) -> str:
-    """Return the name of a thing within a sentence, with its kind where the name does not tell it."""
+    """Return the name of a thing within a sentence, with its kind if the name does not contain it."""
     if thing.kind in _NAMED:
         return _called(thing)
     return f"the {thing.kind} {'of ' * (thing.kind in ('city', 'region'))}{thing.name}"
@@ -260,7 +260,7 @@ def _text(world: World, thing: Thing, told: list[str], heard: list[str], like: l
     body += [rng.choice(LIKE_NAMES).format(other=named(other)) for other in others]
     body += rng.sample(FILLERS[style], rng.randint(2, 4))
     rng.shuffle(body)
-    vowel = thing.about[0] in "aeio"  # "u" is that of "university"
+    vowel = thing.about[0] in "aeio"  # "u" is excluded because of "university"
     subject, article = _called(thing), "an" if vowel else "a"
     lead = rng.choice(LEADS[style]).format(
         s=subject, S=_capital(subject), about=thing.about, an_about=f"{article} {thing.about}"

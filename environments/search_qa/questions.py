@@ -1,9 +1,9 @@
-"""Questions about the generated encyclopedia, each with one answer by the facts of its world.
+"""Questions about the generated encyclopedia. Each has one answer, given the facts of its world.
 
-Chains of relations have one answer because every relation is a function. A bridge question describes a
-thing instead of naming it, by two facts that exactly one thing has, though the first alone is true of
-several. The thing that a comparison asks about is named, but its answer is not: a question never contains
-its own answer, nor do the pages before the last one of a chain.
+Chains of relations have one answer because every relation is a function. A bridge question describes a thing
+instead of naming it, by two facts. Exactly one thing has both facts, but several have the first. A comparison
+names the things that it compares. A question never contains its own answer, and neither do the pages before
+the last page of a chain.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .prose import named
 from .world import RELATIONS, YEAR, Thing, World, world
 
 NUM_QUESTIONS = {"train": 5_000, "validation": 1_000, "test": 1_000}
-"""Different questions of each level."""
+"""Number of different questions of each level."""
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all questions that a split has, by a hash of the question's meaning."""
+"""Tenths of all questions that belong to a split, by a hash of the question's meaning."""
 LEVELS = {1: "chain", 2: "chain", 3: "chain", 4: "chain", 5: "bridge", 6: "comparison"}
-"""Level -> kind of its questions; a chain's level is its number of relations."""
+"""Level -> kind of its questions. A chain's level is its number of relations."""
 STARTS = (
     "{who} is {it}?",
     "Name {it}.",
@@ -42,7 +42,7 @@ Question = dict[str, Any]
 
 
 class Questions:
-    """The questions of a split and a level; made when the first one is read."""
+    """The questions of a split and a level, generated when the first one is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -69,7 +69,7 @@ def _questions(split: str, level: int) -> list[Question]:
 
 
 def tenth(meaning: tuple[object, ...]) -> int:
-    """Return which tenth of all questions one is in; see SHARES."""
+    """Return the tenth of all questions that contains a question (see SHARES)."""
     return stable_seed("search_qa", meaning) % 10
 
 
@@ -86,16 +86,16 @@ def _chain(world: World, rng: random.Random, length: int) -> tuple[object, ...]:
 
 
 def _bridge(world: World, rng: random.Random, _: int) -> tuple[object, ...]:
-    """Draw a thing, the two relations that describe it, and the one that is asked for."""
+    """Draw a thing, the two relations that describe it, and the requested relation."""
     kind = rng.choice([kind for kind, names in OF_KIND.items() if len(names) > 2])
     described = rng.sample(OF_KIND[kind], 3)
     return ("bridge", rng.choice(world.of_kind[kind]), *described)
 
 
 def _comparison(world: World, rng: random.Random, _: int) -> tuple[object, ...]:
-    """Draw things of one kind, and the relation that is asked for of the first or last by its year.
+    """Draw things of one kind, and the requested relation of the first or last of them by year.
 
-    A relation to the year itself asks for the difference.
+    If the relation is the year itself, the question asks for the difference.
     """
     kind = rng.choice([kind for kind, name in DATED.items() if name])
     things = rng.sample(world.of_kind[kind], rng.choice((2, 2, 3)))
@@ -106,7 +106,7 @@ def _comparison(world: World, rng: random.Random, _: int) -> tuple[object, ...]:
 
 
 def _ask(world: World, meaning: tuple[Any, ...], rng: random.Random) -> Question | None:
-    """Put a meaning into words; None where it has no answer, more than one, or tells it."""
+    """Put a meaning into words. Return None if it has no answer or several, or if it reveals the answer."""
     kind, *rest = meaning
     asked = (
         _ask_chain(world, *rest) if kind == "chain"
@@ -177,7 +177,7 @@ def _ask_comparison(world: World, which: str, asked: str, *numbers: int):
 
 
 def _joined(facts: list[str], verbs: list[str]) -> str:
-    """Return two facts as one predicate that repeats no word which both verbs start with."""
+    """Return two facts as one predicate without repeating words that both verbs start with."""
     words = zip(*(verb.split() for verb in verbs), strict=False)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], words)]
     rest = " ".join(facts[1].split()[len(shared) :])
@@ -191,12 +191,12 @@ def _of(name: str, it: str) -> str:
 
 
 def _steps(*things: Thing) -> list[list[str]]:
-    """Return a search and the title of the page that it is to find, for each of the things."""
+    """Return a search and the title of the page that it should find, for each of the things."""
     return [[named(thing).removeprefix("the "), thing.title] for thing in things]
 
 
 def _tells(world: World, thing: Thing, name: str, value: int) -> bool:
-    """Return whether a fact of a thing's page names the object of a relation."""
+    """Return True if a fact on a thing's page names the object of a relation."""
     kind = RELATIONS[name].object
     return any(RELATIONS[own].object == kind and world.facts[own][thing.number] == value
                for own in OF_KIND[thing.kind]) or any(

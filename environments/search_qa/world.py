@@ -25,17 +25,17 @@ def _words(text: str) -> list[str]:
 class Relation(NamedTuple):
     """A relation of all things of a kind, in the words of questions.
 
-    The object of a relation to ``YEAR`` is a number between ``first`` and ``last``; ``noun`` is then unused.
+    The object of a relation to ``YEAR`` is a number between ``first`` and ``last``. ``noun`` is then unused.
     """
 
     subject: str
     object: str
     noun: str
-    """Such as "the director of {}"."""
+    """A phrase such as "the director of {}"."""
     verb: str
-    """Such as "was directed by"; of a year, "was released"."""
+    """A phrase such as "was directed by", or for a year "was released"."""
     profession: str = ""
-    """Profession of the objects, where they are people."""
+    """Profession of the objects if they are people."""
     first: int = 0
     last: int = 0
 
@@ -129,7 +129,7 @@ PROFESSIONS = {
     "composer": 6, "translator": 6, "producer": 5, "engineer": 5, "architect": 4, "mountaineer": 3,
     "scholar": 3, "geographer": 2,
 }  # fmt: skip
-"""Profession -> how common it is."""
+"""Profession -> its frequency."""
 ABOUT = {
     "film": _words("comedy tragedy thriller romance western mystery drama fantasy"),
     "novel": _words("historical adventure detective family coming-of-age satirical war travel"),
@@ -145,7 +145,7 @@ ABOUT = {
     "river": _words("navigable mountain lowland tidal"),
     "region": _words("coastal alpine inland wooded northern southern"),
 }
-"""Kind -> words that its short descriptions begin with."""
+"""Kind -> first words of its short descriptions."""
 
 GIVEN = _words(
     """Ada Albin Alma Anders Anka Arno Asta Aurel Bela Bernard Birgit Boris Bruna Carla Casper Celia
@@ -180,15 +180,15 @@ WORKS = ("film", "novel", "album", "painting", "ship")
 
 
 class Thing(NamedTuple):
-    """One thing, and with it one page."""
+    """One thing, which has one page."""
 
     number: int
     kind: str
     name: str
     title: str
-    """Of its page: the name, with the kind where another thing has the same name."""
+    """Title of its page: the name, with the kind if another thing has the same name."""
     about: str
-    """A short description that contains none of the facts."""
+    """A short description without facts."""
 
 
 class World:
@@ -248,7 +248,7 @@ def world() -> World:
 
 
 def _things(rng: random.Random, of_kind: dict[str, range], professions: list[str]) -> list[Thing]:
-    """Name the things: within a kind names are unique, things of other kinds often have the same."""
+    """Name the things. Names are unique within a kind, but things of different kinds often share one."""
     stems = _distinct(rng, 2_200, lambda: _word(rng).capitalize())
     surnames = [stem + rng.choice(("", "son", "er", "ski", "a", "mann")) for stem in rng.sample(stems, 450)]
     draw = {
@@ -301,7 +301,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _distinct(rng, count, draw):
-    """Draw names until there are ``count`` different ones; return them in a random order."""
+    """Draw names until there are ``count`` different ones, and return them in random order."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw()] = None

@@ -32,13 +32,13 @@ COLOURS = (
 LOYALTY = {1: 0.9, 2: 0.5, 3: 0.5}
 """Probability that the usual seller has the right offer, by level."""
 HABIT, HUNCH = 0.3, 0.2
-"""Probabilities that a noisy expert views the first seller, and the usual one; else it views any."""
+"""Probabilities that a noisy expert views the first or the usual seller. Otherwise it views any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the combinations of one split; both splits use the same words."""
+    """List the combinations of one split. Both splits use the same words."""
     problems = [
         {"level": level, "size": size, "colour": colour, "kind": kind}
         for (i, size), (j, colour), (k, kind) in product(
@@ -153,7 +153,7 @@ class Shop(Environment):
         return None
 
     def _offer(self, seller, rng):
-        """Describe an offer; only the right seller's meets every condition."""
+        """Describe an offer. Only the right seller's offer meets every condition."""
         right, flaw = seller == self.right, int(rng.integers(2))
         if self.level == 1:
             return "within your budget" if right else ("over your budget", "sold out")[flaw]
@@ -174,5 +174,5 @@ class Shop(Environment):
 
 
 def _many(count, noun):
-    """Return a count with its noun, in the plural unless it is one."""
+    """Return a count with its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'s' * (count != 1)}"

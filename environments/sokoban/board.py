@@ -12,7 +12,7 @@ WALL, FLOOR, TARGET, BOX, PLACED, PLAYER, PLAYER_ON_TARGET = "#_O*V@+"
 
 @dataclass(frozen=True)
 class Position:
-    """A player and boxes; cells are numbered row by row."""
+    """A player and boxes. Cells are numbered row by row."""
 
     player: int
     boxes: frozenset[int]
@@ -20,7 +20,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Board:
-    """What does not move: walls and targets."""
+    """The fixed parts: walls and targets."""
 
     width: int
     walls: frozenset[int]
@@ -45,7 +45,7 @@ class Board:
         return found
 
     def move(self, position: Position, direction: str) -> Position | None:
-        """Return the position after a move; None if a wall, or a box that cannot be pushed, is in the way."""
+        """Return the position after a move, or None if a wall or an immovable box is in the way."""
         step = self.steps[direction]
         ahead, beyond = position.player + step, position.player + 2 * step
         if ahead in self.walls:
@@ -57,11 +57,11 @@ class Board:
         return Position(ahead, position.boxes - {ahead} | {beyond})
 
     def solved(self, position: Position) -> bool:
-        """Return whether every target has a box."""
+        """Return True if every target has a box."""
         return position.boxes == self.targets
 
     def text(self, position: Position) -> str:
-        """Draw a position, one character for each cell."""
+        """Draw a position, with one character for each cell."""
         cells = [FLOOR] * self.size
         for cell in range(self.size):
             if cell in self.walls:

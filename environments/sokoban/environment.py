@@ -72,7 +72,7 @@ class Sokoban(Environment):
         return {"boxes_on_target": self._placed() / len(self.board.targets)}
 
     def expert(self, rng):
-        """Walk to the next box of a plan with the fewest pushes, and push it; restart if there is no plan."""
+        """Walk to the next box of a plan with the fewest pushes, and push it. Restart if there is no plan."""
         plan = solve(self.board, self.position)
         if plan is None:
             return Message.assistant(None, ToolCall.of("restart"))

@@ -1,4 +1,4 @@
-"""The boards of every level, made by reverse play: boxes are pulled away from their targets."""
+"""The boards of every level, generated in reverse: boxes are pulled away from their targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .solver import solve
 
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all boards that a split has, by a hash that turned and mirrored boards share."""
+"""Tenths of all boards that belong to a split, by a hash that turned and mirrored boards share."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Level:
     boxes: int
     pulls: int
     least: int
-    """Pushes of the shortest solution, at least."""
+    """Minimum number of pushes of the shortest solution."""
 
 
 LEVELS = {
@@ -35,7 +35,7 @@ LEVELS = {
 
 
 class Boards:
-    """The boards of a split and a level; each is made when it is read."""
+    """The boards of a split and a level. Each is generated when it is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -65,7 +65,7 @@ class Boards:
 
 
 def _play_backwards(level: Level, rng: random.Random) -> tuple[Board, Position] | None:
-    """Pull boxes away from the targets of a random room; None where that leads to no good board."""
+    """Pull boxes away from the targets of a random room. Return None if that gives no good board."""
     width = level.side + 2
     inner = [row * width + column for row in range(1, width - 1) for column in range(1, width - 1)]
     walls = set(range(width * width)) - set(inner) | set(rng.sample(inner, level.walls))
@@ -101,7 +101,7 @@ def _play_backwards(level: Level, rng: random.Random) -> tuple[Board, Position] 
 
 
 def alike(text: str) -> str:
-    """Return the same text for a board and all that are the same when turned or mirrored."""
+    """Return the same text for a board and its turned and mirrored versions."""
     rows = text.split("\n")
     forms = []
     for _ in range(4):
@@ -111,5 +111,5 @@ def alike(text: str) -> str:
 
 
 def tenth(text: str) -> int:
-    """Return which tenth of all boards a board is in; see SHARES."""
+    """Return the tenth of all boards that contains a board (see SHARES)."""
     return stable_seed("sokoban", alike(text)) % 10

@@ -1,4 +1,4 @@
-"""Solves boards: A* over pushes, where positions between which the player can walk count as one."""
+"""Solves boards with A* over pushes. Positions between which the player can walk count as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 from .board import Board, Position
 
 MAX_POSITIONS = 20_000
-"""Positions that a search visits at most; every board of the splits takes fewer."""
+"""Maximum number of visited positions in a search. Every board of the splits takes fewer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
 
 @lru_cache(4096)
 def solve(board: Board, position: Position) -> Plan | None:
-    """Return a plan from a position; None if there is none, or the search for it is given up."""
+    """Return a plan from a position, or None if there is none or the search reaches its limit."""
     far = _pushes_to_a_target(board)
     if not all(box in far for box in position.boxes):
         return None
@@ -56,7 +56,7 @@ def solve(board: Board, position: Position) -> Plan | None:
 
 @lru_cache(4096)
 def _pushes_to_a_target(board: Board) -> dict[int, int]:
-    """Return the pushes that a box needs from each cell if it were alone; without the cells that are dead."""
+    """Return the number of pushes that a single box needs from each cell. Dead cells are omitted."""
     far, queue = dict.fromkeys(board.targets, 0), deque(sorted(board.targets))
     while queue:
         cell = queue.popleft()

@@ -1,8 +1,8 @@
-"""SQL: answer a question about a store by querying its databases; the SQL runs on real SQLite.
+"""SQL: answer a question about a store by querying its databases. The SQL runs on real SQLite.
 
-Level 1 asks for one number by name without naming the department's database, which is usually the one that
-suits the thing. A question is asked about several stores, each with its own databases. Level 2 asks for
-counts, sums and extremes under conditions. Level 3 joins orders with goods.
+Level 1 asks for a number of a thing without naming the department's database, which is usually the database
+that suits the thing. The same question is asked about several stores, each with its own databases. Level 2
+asks for counts, sums and extremes under conditions. Level 3 joins orders with goods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl_env import Done, Environment, Message, ToolCall, ToolError, tool
 from .questions import COLUMNS, CUSTOMERS, GOODS, fill, questions
 
 ASKED = ("bread", "tea", "hammer", "kite", "coat", "glove", "fern", "drum")
-"""The goods in the questions of level 1, which have a colour too."""
+"""The goods in the questions of level 1, which also have a colour."""
 COLOURS = (
     "red", "blue", "green", "black", "white", "pink", "grey", "brown", "orange", "purple",
     "yellow", "silver", "golden", "copper", "ivory", "amber", "beige", "olive", "navy", "teal",
@@ -26,17 +26,17 @@ COLOURS = (
 ORDER = 0.9
 """Probability that the requested thing of level 1 is in the database that suits it."""
 HABIT, HUNCH = 0.3, 0.2
-"""Probabilities that a noisy expert opens the first database, and the one that suits; else it opens any."""
+"""Probabilities that a noisy expert opens the first or the suitable database. Otherwise it opens any."""
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 STORES = 5
-"""Stores that a question of level 1 is asked about, each with databases of its own."""
+"""Number of stores for a question of level 1. Each has its own databases."""
 
 SCHEMA = f"""CREATE TABLE goods (name TEXT, {", ".join(f"{column} INTEGER" for column in COLUMNS)});
 CREATE TABLE orders (customer TEXT, thing TEXT, amount INTEGER);"""
 
 MAX_ROWS = 20
 MAX_INSTRUCTIONS = 200_000
-"""Maximum virtual-machine instructions of a query: a count instead of a time, so that replays are equal."""
+"""Maximum virtual-machine instructions of a query. A count instead of a time makes replays equal."""
 MAX_BYTES = 1000
 """Maximum length of a query, text or blob."""
 FUNCTIONS = re.compile(
@@ -44,7 +44,7 @@ FUNCTIONS = re.compile(
     "row_number|rank|dense_rank|substr|substring|sum|total|trim|typeof|upper",
     re.IGNORECASE,
 )
-"""Functions that a query may call; none is random, reads the clock or accesses files."""
+"""Functions that a query can call. None of them is random, reads the clock or accesses files."""
 ACTIONS = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
@@ -52,13 +52,13 @@ ACTIONS = frozenset(
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the problems of one split; both splits use the same words."""
+    """List the problems of one split. Both splits use the same words."""
     problems = questions(level, split) if level > 1 else _searches(split)
     return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
 
 
 def _searches(split: str) -> list[dict[str, object]]:
-    """List the problems of level 1: all questions about the first store, then those about the next."""
+    """List the problems of level 1: all questions about the first store, then about the next store."""
     fields = {"colour": COLOURS, "thing": ASKED, "column": COLUMNS}
     asked = [
         {name: word for name, (_, word) in zip(fields, choice, strict=True)}
@@ -207,7 +207,7 @@ class Sql(Environment):
         return names, rows
 
     def _tick(self):
-        """Interrupt a query with too many instructions; SQLite calls this every thousand."""
+        """Interrupt a query with too many instructions. SQLite calls this every thousand instructions."""
         self.ticks += 1
         return self.ticks * 1000 > MAX_INSTRUCTIONS
 
@@ -226,7 +226,7 @@ def _department(thing):
 
 
 def _file(thing, goods, rng, *, name):
-    """Put a thing into the department that it suits, or sometimes into another, and return that."""
+    """Put a thing into the department that it suits, or sometimes into another. Return the department."""
     own = _department(thing)
     other = str(rng.choice([department for department in goods if department != own]))
     goods[own].remove(thing)
@@ -236,7 +236,7 @@ def _file(thing, goods, rng, *, name):
 
 
 def _rows(things, rng):
-    """Draw the goods and the orders of one database; no column has a number twice."""
+    """Draw the goods and the orders of one database. No column has a number twice."""
     columns = [rng.permutation(20)[: len(things)] + 10 for _ in COLUMNS]
     goods = [(thing, *map(int, numbers)) for thing, *numbers in zip(things, *columns, strict=True)]
     orders = [
@@ -248,7 +248,7 @@ def _rows(things, rng):
 
 
 def _database(goods, orders):
-    """Create a database in memory that permits only reading."""
+    """Create a read-only database in memory."""
     database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
     database.executescript("PRAGMA temp_store = MEMORY;" + SCHEMA)
     database.executemany("INSERT INTO goods VALUES (?, ?, ?, ?, ?)", goods)

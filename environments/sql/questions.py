@@ -25,7 +25,7 @@ MOST_AND_LEAST = {
 """Column -> the adjectives of its highest and its lowest value."""
 CUSTOMERS = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
 BOUNDS = range(14, 26)
-"""Numbers in conditions; columns have values from 10 to 29."""
+"""Numbers in conditions. Columns have values from 10 to 29."""
 EXTREMES = {
     "cheapest": "price",
     "most expensive": "price DESC",
@@ -34,14 +34,14 @@ EXTREMES = {
     "shortest": "length",
     "longest": "length DESC",
 }
-"""Adjective -> the order of goods in which the one that it names is first."""
+"""Adjective -> the order of goods that puts the described one first."""
 MOST = 1_500
-"""Questions of one form, at most."""
+"""Maximum number of questions of one form."""
 TEST_SHARE = 4
-"""One of so many questions of each form is for the tests."""
+"""One in this many questions of each form is in the test split."""
 
 Words = dict[str, object]
-"""What fills the blanks of a form; the order follows from the adjective."""
+"""Values for the blanks of a form. The order follows from the adjective."""
 
 
 def _each(**fields) -> list[Words]:
@@ -56,7 +56,7 @@ def _columns(**fields) -> list[Words]:
 
 
 def _things(number: int, **fields) -> list[Words]:
-    """List the combinations of values with so many different goods of the department."""
+    """List the combinations of values with this many different goods of the department."""
     chosen = [
         {"department": department, **dict(zip(("thing", "second"), things, strict=False))}
         for department, goods in GOODS.items()
@@ -172,12 +172,12 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
         ),
     },
 }
-"""Level -> form -> the question, the query, and the words that both are filled with."""
+"""Level -> form -> the question, the query, and the words for both."""
 
 
 @cache
 def questions(level: int, split: str) -> list[Words]:
-    """List the different questions of a split, one of each form in turn as long as it has any."""
+    """List the different questions of a split, alternating between the forms."""
     forms: list[list[Words]] = []
     for form, (_, _, fields) in FORMS[level].items():
         words = random.Random(f"forms of {level} {form}").sample(fields, len(fields))

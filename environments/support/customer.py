@@ -21,20 +21,20 @@ REFUSED = re.compile(
     r"\b(can ?not|can't|unable|not (able|possible|allowed|eligible)|too late|no longer|unfortunately|sorry)\b"
 )
 SYMPATHY = re.compile(r"\bsorry (to|for|about|that)\b[^.!?]*")
-"""Words on a fault of the device that refuse nothing."""
+"""Words about a fault of the device that are not a refusal."""
 ANYTHING_ELSE = re.compile(r"\b(anything|something) else\b")
 CONFIRM = re.compile(
     r"\b(confirm|go ahead|proceed|shall i|should i|would you like me|do you want me|is that (right|correct))"
 )
 PATIENCE = 3
-"""Messages that the customer does not understand, in a row, before it gives up."""
+"""The customer gives up after this many consecutive messages that it does not understand."""
 THANKS, AGAIN, BYE = "Thank you.", "I see.", "That is all. Goodbye."
 LOST = "I do not understand. Can you do it, or what do you need from me?"
 GIVES_UP = "This does not help me. I will try again another time."
 
 
 def make_customer(problem: Problem, endpoint: Endpoint | None, *, seed: int, desk: DeskTools) -> User:
-    """Return the customer of a problem: a model if there is an endpoint, else a program with rules."""
+    """Return the customer of a problem: a model if there is an endpoint, or else a program with rules."""
     text = instructions(problem)
 
     def device() -> Device | None:
@@ -58,14 +58,14 @@ def instructions(problem: Problem) -> str:
 
 
 class Customer:
-    """A customer with rules. Its answer follows from the dialogue alone.
+    """A customer with rules. Its answer depends only on the dialogue.
 
-    It answers the questions that it has answers for, does what it is asked to do with its device, states its
-    next request when the last one is settled or refused, and says goodbye after the last.
+    It answers questions, follows instructions for its device, states its next request when the last one is
+    settled or refused, and says goodbye after the last request.
 
     Args:
         problem: The problem.
-        device: Returns the customer's device as it is before the dialogue.
+        device: Returns the customer's device in its state before the dialogue.
     """
 
     def __init__(self, problem: Problem, device: Callable[[], Device | None]) -> None:
@@ -84,7 +84,7 @@ class Customer:
             heard, answered = line.text.lower(), dialogue[number + 1 : number + 2]
             if self._requests[stage].on_device:
                 heard = SYMPATHY.sub("", heard)
-            # What the customer did earlier is recorded. A test of the device might end differently now.
+            # Use the recorded results, because a test of the device might have another result now.
             uses = answered[0].calls if answered else self._use(dialogue, heard, stage)
             answer = " ".join([self._answer(heard, stage), *(own.answer for own in uses)]).strip()
             if self._is_settled(uses, stage):
@@ -104,7 +104,7 @@ class Customer:
         return said
 
     def _answer(self, heard: str, stage: int) -> str:
-        """Return the answers to the questions of a message; "" if it has none for this customer."""
+        """Return the answers to the questions of a message, or "" if it has no questions."""
         if not ASKING.search(heard) or self._done.search(heard):
             return ""
         asked = [part for part in re.split(r"(?<=[.?!])\s+", heard) if ASKING.search(part)]
@@ -113,7 +113,7 @@ class Customer:
         return " ".join(facts[topic] for topic in topics)
 
     def _use(self, dialogue: Sequence[Utterance], heard: str, stage: int) -> list[UserCall]:
-        """Use the device as the last message asks for, and return the calls."""
+        """Use the device as the last message requests, and return the calls."""
         if (device := self._device()) is None:
             return []
         device = device.after(dialogue)

@@ -15,10 +15,10 @@ from .records import MAX_MESSAGE, original
 from .tools import DeskTools, call_key
 
 ENDPOINT = Endpoint.from_variables("SUPPORT_USER")
-"""The endpoint of the model that plays the customers; None for customers with rules."""
+"""The endpoint of the model that plays the customers, or None for customers with rules."""
 
 TRANSFERS = 0.3
-"""Share of the slips of a noisy expert that are transfers."""
+"""Share of transfers among the mistakes of a noisy expert."""
 
 
 class Desk(DeskTools, Environment):
@@ -30,7 +30,7 @@ class Desk(DeskTools, Environment):
     tool_timeout = 300.0 if ENDPOINT else 30.0
     reset_timeout = 300.0 if ENDPOINT else 60.0
     expert_noise = 0.0
-    """Share of the expert's moves that settle nothing: a transfer, or the claim that all has been done."""
+    """Share of the expert's moves that settle no request: a transfer, or the claim that all is done."""
     policy: ClassVar[str]
     """The rules of the desk, which the agent reads first."""
     problem: ClassVar[type[Problem]]
@@ -67,7 +67,7 @@ class Desk(DeskTools, Environment):
         return Done("The customer has been transferred.", reward=self.grade())
 
     def grade(self):
-        """Return 1 if records and device are as they should be and the customer knows what it must know."""
+        """Return 1 if records and device are right and the customer was told all required facts."""
         return float(self._records_right() and self._told() == 1.0 and all(self._device_right().values()))
 
     def score(self):
@@ -84,7 +84,7 @@ class Desk(DeskTools, Environment):
         self.dialogue = self._dialogue(lines)
 
     def expert(self, rng):
-        """Ask for what is missing, call the tools, say what was done."""
+        """Ask for missing facts, call the tools, and report the result."""
         if rng.random() < self.expert_noise:
             return self._slip(rng)
         told = self.dialogue.told
@@ -97,7 +97,7 @@ class Desk(DeskTools, Environment):
         return "Is there anything else?"
 
     def _slip(self, rng):
-        """Return the move of a careless clerk, which settles nothing."""
+        """Return the move of a careless clerk, which settles no request."""
         if rng.random() < TRANSFERS:
             return ToolCall.of("transfer_to_colleague", summary="A customer has a request.")
         return "It has been done."
@@ -122,7 +122,7 @@ class Desk(DeskTools, Environment):
         return {device.name: float(device.after(self.dialogue.lines).right())}
 
     def _told(self) -> float:
-        """Return the share of the facts that were told."""
+        """Return the share of the required facts that were told."""
         heard = " ".join(text for text in self.dialogue.told if len(text) <= MAX_MESSAGE)
         facts = self._problem().told
         if not facts:

@@ -16,19 +16,19 @@ Use = tuple[str, dict[str, Any]]
 class Device(ABC):
     """A device of the customer.
 
-    Its ``@tool`` methods are what the customer can do with it. Their answers are sentences that the customer
-    can repeat to the desk. The dialogue records the calls, and the state of the device follows from them
-    alone, so that forks and restored episodes have the same state.
+    Its ``@tool`` methods are the customer's possible actions. Their answers are sentences that the customer
+    can repeat to the desk. The dialogue records the calls, and they alone determine the state of the device,
+    so that forks and restored episodes have the same state.
     """
 
     name: ClassVar[str]
-    """The metric that is 1 if the device is as it should be."""
+    """Name of the metric that is 1 if the device is in the right state."""
     test: ClassVar[str]
-    """The tool without arguments that tries if the device works."""
+    """Name of the tool, without arguments, that tests if the device works."""
 
     @abstractmethod
     def hear(self, messages: Sequence[str]) -> list[Use]:
-        """Return the uses that the last of the desk's messages asks for, in order."""
+        """Return the uses that the last message of the desk requests, in order."""
 
     @abstractmethod
     def works(self, answer: str) -> bool:
@@ -36,15 +36,15 @@ class Device(ABC):
 
     @abstractmethod
     def right(self) -> bool:
-        """Return True if all faults are mended and nothing else has changed."""
+        """Return True if all faults are fixed and nothing else has changed."""
 
     def after(self, dialogue: Sequence[Utterance]) -> Self:
-        """Make the calls of a dialogue again, and return the device."""
+        """Repeat the calls of a dialogue, and return the device."""
         OwnTools(self).replay(dialogue)
         return self
 
     def use(self, tool: str, given: dict[str, Any], number: int) -> UserCall:
-        """Call a tool, as the call with this number of a message."""
+        """Call a tool, as the call with this number in a message."""
         try:
             answer = getattr(self, tool)(**given)
         except ToolError as error:

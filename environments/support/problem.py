@@ -1,4 +1,4 @@
-"""What the problems of all desks share: the requests of a customer, and the steps that settle them."""
+"""Common parts of the problems of all desks: the requests of a customer, and the steps that settle them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .tools import DeskTools
 LEVELS = (1, 2, 3)
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 HELD_OUT = 4
-"""Every so many customers one is in the test split."""
+"""One in this many customers is in the test split."""
 SPARE = 8
-"""Samples of a customer that are drawn at a time."""
+"""Number of samples of a customer to draw at a time."""
 IDENTITY = {"identity": r"e-?mail|\bnames?\b|post ?code|zip|who (are|am) "}
-"""The topic of the question who the customer is, which all desks ask."""
+"""The topic of the question for the customer's identity, which all desks ask."""
 ASK_IDENTITY = "What is your email address? Or else tell me your name and postcode."
 
 
@@ -37,10 +37,10 @@ class Request(NamedTuple):
 
     opening: str
     facts: dict[str, str]
-    """The customer's answers, by the topics that the desk asks for."""
+    """The customer's answers, by the topics of the desk's questions."""
     steps: list[Step]
     told: list[str]
-    """What the customer must be told: amounts, dates and numbers."""
+    """Facts that the customer must be told: amounts, dates and numbers."""
     on_device: bool = False
     """True if the request is settled when the customer's device works, by the customer's own test."""
 
@@ -57,7 +57,7 @@ class Problem(ABC):
     topics: ClassVar[dict[str, str]]
     """Topics of a question, as regular expressions."""
     actions: ClassVar[str] = ""
-    """Further verbs by which the desk reports what it has done, as a regular expression of their stems."""
+    """Additional verbs with which the desk reports its actions, as a regular expression of their stems."""
     instructions: ClassVar[str]
     """Instructions of a model that plays the customer, with the fields ``first``, ``last``, ``identity`` and
     ``requests``."""
@@ -71,13 +71,13 @@ class Problem(ABC):
 
     @abstractmethod
     def request(self, number: int, wish: dict[str, Any]) -> Request:
-        """Return one request, from what the sample says of it."""
+        """Return one request from the data of the sample."""
 
     def device(self, desk: DeskTools) -> Device | None:
-        """Return the customer's device as it is before the dialogue; None if the customer has none.
+        """Return the customer's device in its state before the dialogue, or None if there is no device.
 
         Args:
-            desk: The desk, with the records of the episode, on which a test of the device may depend.
+            desk: The desk, with the records of the episode. A test of the device can depend on them.
         """
         return None
 
@@ -98,11 +98,11 @@ class Problem(ABC):
 
     @property
     def told(self) -> list[str]:
-        """All that the customer must be told."""
+        """All facts that the customer must be told."""
         return [fact for request in self.requests for fact in request.told]
 
     def changes(self) -> dict[str, dict]:
-        """Return the records as they should be at the end. Raises ToolError if a step is refused."""
+        """Return the right records at the end. Raises ToolError if a step is refused."""
         desk = self.tools()
         desk.open_records()
         for request in self.requests:
@@ -128,16 +128,16 @@ def call(tool: str, **given: Any) -> Step:
 
 
 def facts_told(steps: list[Step]) -> list[str]:
-    """Return what the customer must be told in some steps."""
+    """Return the facts that the customer must be told in some steps."""
     return [str(step.given["fact"]) for step in steps if step.kind == "tell" and "fact" in step.given]
 
 
 Draw = Callable[[str, int, random.Random], "list[dict[str, Any]] | None"]
-"""Returns requests of a customer by its id and the level; None if a draw is not clear or not possible."""
+"""Returns requests of a customer by its id and the level, or None if a draw is ambiguous or impossible."""
 
 
 class Problems:
-    """The samples of a split, all different. They take turns among the customers.
+    """The samples of a split, all different. They alternate between the customers.
 
     Args:
         split: "train" or "test".
@@ -172,7 +172,7 @@ def _samples(name: str, level: int, number: int, draw: Draw) -> list[dict[str, A
     if number < len(made):
         return made
     rng.setstate(state)
-    made = list(made)  # another thread may read the old list
+    made = list(made)  # another thread can still read the old list
     seen = {_problem_key(sample) for sample in made}
     while len(made) < number + SPARE:
         if (requests := draw(name, level, rng)) is None:
@@ -186,5 +186,5 @@ def _samples(name: str, level: int, number: int, draw: Draw) -> list[dict[str, A
 
 
 def _problem_key(data: dict[str, Any]) -> str:
-    """Return the text that equal problems share, whatever their words."""
+    """Return a text that is the same for equal problems with different words."""
     return json.dumps([data[name] for name in ("level", "customer", "requests")], sort_keys=True)

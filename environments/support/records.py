@@ -1,4 +1,4 @@
-"""What the records of all desks share: people, money and dates."""
+"""Common parts of the records of all desks: people, money and dates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import date, timedelta
 
 TODAY = date(2026, 6, 15)
 MAX_MESSAGE = 600
-"""Characters up to which a customer reads a message with care: facts in longer ones do not count."""
+"""A customer reads messages of up to this many characters with care. Facts in longer ones do not count."""
 FIRST = (
     "Ada", "Ben", "Clara", "David", "Elena", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mia",
     "Noah", "Olga", "Paul", "Quinn", "Rosa", "Sam", "Tara", "Umar", "Vera", "Will", "Yara", "Zoe",
@@ -28,7 +28,7 @@ CITIES = (
 
 
 def money(cents: int) -> str:
-    """Return an amount as the desks write it."""
+    """Return an amount in the form that the desks use."""
     return f"{cents // 100}.{cents % 100:02d}"
 
 
@@ -38,12 +38,12 @@ def cents(amount: str) -> int:
 
 
 def day(number: int) -> str:
-    """Return a date as the desks write it, so many days after today."""
+    """Return the date this many days after today, in the form that the desks use."""
     return (TODAY + timedelta(days=number)).isoformat()
 
 
 def draw_name(number: int) -> dict[str, str]:
-    """Return the name of a person by number: the first 500 differ."""
+    """Return the name of a person by number. The first 500 names differ."""
     return {"first": FIRST[number % len(FIRST)], "last": LAST[number // len(FIRST) % len(LAST)]}
 
 

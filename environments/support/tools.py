@@ -36,7 +36,7 @@ class DeskTools:
     """The records by table and id. No episode changes them, and no two tables share an id."""
 
     def open_records(self) -> None:
-        """Start with the records as they are."""
+        """Start with the unchanged records."""
         self.changes: dict[str, dict] = {}
         self.calls: list[str] = []
         """Successful calls, as JSON."""
@@ -73,11 +73,11 @@ class DeskTools:
         raise ToolError("No customer has this name and postcode.")
 
     def _record(self, table: str, key: str) -> dict | None:
-        """Return a record as it is in this episode; None if there is none."""
+        """Return a record in this episode, or None if it does not exist."""
         return self.changes.get(key) if key in self.changes else self.tables[table].get(key)
 
     def _existing(self, table: str, key: str) -> dict:
-        """Return a record as it is in this episode. Raises ToolError if there is none."""
+        """Return a record in this episode. Raises ToolError if it does not exist."""
         if (record := self._record(table, key)) is None:
             raise ToolError(f"There is no {table.removesuffix('s')} {key}.")
         return record
@@ -86,7 +86,7 @@ class DeskTools:
         return self._existing("customers", customer_id)
 
     def _copied(self, table: str, key: str, status: str) -> dict:
-        """Return a copy of a record, to be changed and kept. Raises ToolError if its status differs."""
+        """Return a copy of a record to change and keep. Raises ToolError if its status differs."""
         record = self._existing(table, key)
         if record["status"] != status:
             kind = table.removesuffix("s").capitalize()
@@ -103,5 +103,5 @@ class DeskTools:
 
 
 def call_key(name: str, given: dict[str, Any]) -> str:
-    """Return a call as text that equal calls share."""
+    """Return a text that is the same for equal calls."""
     return json.dumps([name, given], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Bugs: small changes of source code at places that its syntax tree gives, which leave all else as it is."""
+"""Bugs: small changes of source code at positions from its syntax tree. The rest of the code is unchanged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 COMPUTED = {"+": "-", "-": "+", "*": "+", "//": "*"}
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 UNWRAPPED = {"abs", "sorted", "list", "set", "dict", "reversed", "strip", "lower", "lstrip", "rstrip"}
-"""Functions of one argument, and methods, that a bug leaves out."""
+"""Functions of one argument, and methods, that a bug can remove."""
 Edit = tuple[int, int, str]
-"""First character, character after the last, new text."""
+"""Position of the first character, position after the last, new text."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Bug:
 
 
 def bugs(module: str, source: str) -> list[Bug]:
-    """Return all changes of a module's source, in a fixed order; of some the syntax is not valid."""
+    """Return all changes of a module's source in a fixed order. Some of them have invalid syntax."""
     return [Bug(module, *edit) for edit in dict.fromkeys(_Sites(source).edits)]
 
 
@@ -147,7 +147,7 @@ class _Sites(ast.NodeVisitor):
 
 
 def repair(planted: str, original: str) -> tuple[str, str]:
-    """Return a text that occurs once in a source, and the one that makes it the original in its place."""
+    """Return a text that occurs once in a source, and its replacement that restores the original."""
     old, new = planted.splitlines(keepends=True), original.splitlines(keepends=True)
     same = next(i for i, pair in enumerate(zip([*old, ""], [*new, ""], strict=False)) if pair[0] != pair[1])
     tail = 0

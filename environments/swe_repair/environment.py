@@ -1,4 +1,4 @@
-"""Repair of small Python libraries: a report, a repository with tests, a shell; hidden tests decide."""
+"""Repair of small Python libraries: a report, a repository with tests, a shell, and hidden tests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GRADING = {"memory": "192m", "disk": "16m", "pids": 16, "timeout": 30.0, "max_ou
 MAX_LINES, MAX_CHARS = 200, 8000
 """Maximum numbers of lines and characters that ``view`` shows."""
 MAX_FILES, MAX_SIZE = 64, 200_000
-"""Maximum number and size of the source files that are graded."""
+"""Maximum number and size of the graded source files."""
 TESTS = "python3 -m pytest -qq"
-"""The expert's run of the visible tests; with -qq it does not tell how long they take."""
+"""The expert's run of the visible tests. With -qq the output has no duration."""
 
 
 class SweRepair(Environment):
@@ -124,7 +124,7 @@ class SweRepair(Environment):
         self.box.restore(machine)
 
     def expert(self, rng):
-        """View the place of each bug, repair it, run the visible tests, submit."""
+        """View the position of each bug, repair it, run the visible tests, and submit."""
         for path, old, new in self.problem.edits:
             try:
                 text = self._read(path)
@@ -161,10 +161,10 @@ class SweRepair(Environment):
             raise ToolError(f"{path} cannot be read: {error.strerror or error}.") from error
 
     def _passed(self):
-        """Run the hidden tests on the submitted sources in a fresh sandbox; return which pass.
+        """Run the hidden tests on the submitted sources in a fresh sandbox, and return which pass.
 
-        It holds neither tests nor settings of the agent, and not what is right: outcomes are compared here.
-        Raises SandboxFailed if the tests do not run to their end on the repaired library either.
+        The sandbox has no tests or settings of the agent and no right outcomes, because outcomes are compared
+        here. Raises SandboxFailed if the tests do not finish on the repaired library either.
         """
         sources = self._sources()
         self.box.close()
@@ -175,7 +175,7 @@ class SweRepair(Environment):
         return [found == right for found, right in zip(lines + [None] * len(wanted), wanted, strict=False)]
 
     def _outcomes(self, sources):
-        """Return the lines that the hidden tests print for a library; fewer if it ends or hangs them."""
+        """Return the lines that the hidden tests print for a library. A crash or hang gives fewer lines."""
         asked = {"folder": REPOSITORY, "library": self.problem.package, "codes": list(self.problem.hidden)}
         with open_sandbox(**GRADING) as box:
             try:
@@ -192,7 +192,7 @@ class SweRepair(Environment):
         return {f"{REPOSITORY}/{path}": text for path, text in files.items()}
 
     def _sources(self):
-        """Return the library's source files as the agent leaves them: path -> content."""
+        """Return the library's source files after the agent's changes: path -> content."""
         try:
             state = self.box.snapshot() if self.box.alive else b""
         except SandboxFailed:
@@ -203,7 +203,7 @@ class SweRepair(Environment):
 
 
 def library_files(state: bytes, package: str) -> dict[str, bytes]:
-    """Return the Python files of a package, or of a module of its name, in a snapshot: path -> content."""
+    """Return the Python files of a package, or of a module with its name, in a snapshot: path -> content."""
     found: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(state)) as archive:
         for entry in archive:

@@ -1,7 +1,7 @@
-"""Families of small libraries: templates of source code whose rules and names are chosen.
+"""Families of small libraries: templates of source code with variable rules and names.
 
-A line of a template that ends in ``  #: closed !strict`` is kept where the option ``closed`` is on and
-``strict`` is off. ``$name`` is replaced by the name or number that was drawn.
+A line of a template that ends in ``  #: closed !strict`` is kept if the option ``closed`` is on and
+``strict`` is off. ``$name`` is replaced by a drawn name or number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Family:
     summary: str
     options: tuple[str, ...]
     names: Mapping[str, tuple[str | int, ...]]
-    """Placeholder -> its alternatives; ``pkg`` is the package's name."""
+    """Placeholder -> its alternatives. ``pkg`` is the package's name."""
     modules: Mapping[str, str]
-    """Module name -> template. A module imports names only from those before it."""
+    """Module name -> template. A module imports names only from earlier modules."""
     rules: str
-    """Template of the rules in the repository's README, one a line."""
+    """Template of the rules in the repository's README, one on each line."""
     case: Callable[[random.Random, frozenset[str], Mapping[str, str]], Case]
     """Draws a case, given the options that are on and the names."""
 

@@ -1,7 +1,7 @@
-"""Problems: a generated library with bugs, a report of what goes wrong, visible and hidden test cases.
+"""Problems: a generated library with bugs, a report of the symptoms, and visible and hidden test cases.
 
-A problem follows from its data alone. It is verified when it is made: the original gives an outcome in every
-case, and each bug changes some of those that are hidden.
+The data alone determines a problem. It is verified when it is generated: the original gives an outcome in
+every case, and each bug changes some of the hidden outcomes.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .outcomes import outcome
 
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(3), "validation": range(3, 6), "train": range(6, 10)}
-"""Tenths of all combinations of a family's options that a split has."""
+"""Tenths of all combinations of a family's options that belong to a split."""
 LEVELS = (1, 2, 3)
 SLOTS = 8
-"""Highest number of problems, with different bugs, for the same family and options."""
+"""Maximum number of problems, with different bugs, for the same family and options."""
 CASES = 60
-"""Number of cases by which bugs are chosen."""
+"""Number of cases for the selection of bugs."""
 HIDDEN, VISIBLE = 40, 6
 SHOWN = 3
-"""Number of hidden cases, at least, that each bug changes."""
+"""Minimum number of hidden cases that each bug changes."""
 LEAST, MOST = 0.08, 0.6
-"""Shares of the cases that a bug changes."""
+"""Minimum and maximum share of the cases that a bug changes."""
 STEPS = 5_000
-"""Loop rounds and calls in a case, at most."""
+"""Maximum number of loop iterations and calls in a case."""
 Place = tuple[str, int]
-"""A module, and the number of a bug among all of it."""
+"""A module, and the number of a bug among all bugs of the module."""
 
 
 class Unsolvable(ValueError):
-    """No problem can be made of the data."""
+    """No problem can be generated from the data."""
 
 
 class OutOfSteps(BaseException):
@@ -102,7 +102,7 @@ class Problems:
 
 
 def outcomes(source: str, codes: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the outcomes of cases with a library; None if it does not load or runs for too long."""
+    """Return the outcomes of cases with a library, or None if it does not load or runs for too long."""
     left = [STEPS]
 
     def step() -> None:
@@ -123,7 +123,7 @@ def outcomes(source: str, codes: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def _stepped(source: str) -> ast.Module:
-    """Return a source that counts the rounds of its loops and the calls of its functions."""
+    """Return a source that counts the iterations of its loops and the calls of its functions."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.While, ast.FunctionDef)):
@@ -154,7 +154,7 @@ def _planted(library: Library, planted: Sequence[Bug]) -> Library:
 
 
 def _differences(found: Sequence[object] | None, right: Sequence[object]) -> list[int]:
-    """Return the numbers of the cases whose outcomes differ; none if there are no outcomes."""
+    """Return the numbers of the cases with different outcomes. Empty if there are no outcomes."""
     return [i for i, pair in enumerate(zip(found or right, right, strict=True)) if pair[0] != pair[1]]
 
 
@@ -222,7 +222,7 @@ def _problem(family: str, options: tuple[str, ...], level: int, slot: int, numbe
 
 
 def _alternatives(data: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
-    """Yield the places of a sample's bugs, then others that no slot has: a bug may hang in further cases."""
+    """Yield the places of a sample's bugs, then others outside the slots: a bug can hang in more cases."""
     yield places(data)
     found = usable(data["family"], tuple(data["options"]), data["level"], 2 * SLOTS)
     yield from found[SLOTS + data["slot"] :]
@@ -236,7 +236,7 @@ def problem(data: Mapping[str, Any]) -> Problem:
 def _assemble(
     library: Library, planted: Sequence[Bug], cases: Sequence[Case], rng: random.Random, level: int
 ) -> Problem | None:
-    """Choose the cases for the report, the visible and the hidden tests; None if too few show a bug."""
+    """Choose the cases for the report, the visible and the hidden tests. None if too few show a bug."""
     codes = [code for _, code in cases]
     right = outcomes(library.merged(), codes)
     broken = _planted(library, planted)
@@ -322,7 +322,7 @@ def _told(found: Mapping[str, Any], gives: str, raises: str) -> str:
 def _question(
     library: Library, level: int, reports: Sequence[tuple[Case, Mapping[str, Any], Mapping[str, Any]]]
 ) -> str:
-    """Return the request: reports of the symptoms, what the repository has, and how to end."""
+    """Return the request: reports of the symptoms, the content of the repository, and how to end."""
     texts = []
     for (title, code), got, right in reports:
         wanted = f"but should {_told(right, 'give', 'raise')}" if level < 3 else "against README.md"

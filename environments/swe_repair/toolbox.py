@@ -1,4 +1,4 @@
-"""pytest for the sandboxes: the modules of the installed one as an archive that Python imports from."""
+"""pytest for the sandboxes: the modules of the installed pytest as an archive that Python imports from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agentrl_env.sandbox import HOME, Sandbox
 
 ARCHIVE = f"{HOME}/.pytest.zip"
 ENV = {"PYTHONPATH": ARCHIVE, "PYTHONDONTWRITEBYTECODE": "1"}
-"""Environment of commands that find pytest."""
+"""Environment variables with which commands find pytest."""
 PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 LEFT_OUT = ("pygments/lexers/", "pygments/styles/", "pygments/formatters/")
-"""Folders of hundreds of modules, of which pytest loads ``LOADED``."""
+"""Folders with hundreds of modules, of which pytest loads only ``LOADED``."""
 LOADED = ("__init__.py", "_mapping.py", "python.py", "diff.py", "terminal.py", "default.py")
 _lock = threading.Lock()
 
@@ -50,11 +50,11 @@ def _archive() -> bytes:
 
 
 def archive() -> bytes:
-    """Return the archive, which is made once in a process. Raises SandboxFailed."""
+    """Return the archive, which is created once in a process. Raises SandboxFailed."""
     with _lock:
         return _archive()
 
 
 def install(box: Sandbox) -> None:
-    """Put pytest into a sandbox; commands find it with ``ENV``. Raises as ``Sandbox.write``."""
+    """Put pytest into a sandbox. Commands find it with ``ENV``. Raises like ``Sandbox.write``."""
     box.write(ARCHIVE, archive())

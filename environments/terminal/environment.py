@@ -1,7 +1,7 @@
 """Terminal: answer a question about files, or change them, with a real shell in a sandbox.
 
 Level 1 asks about a folder of text files. Level 2 aggregates over a table. Level 3 asks for a change, which
-is checked by the state of the files.
+is graded by the state of the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the requests of one split; both splits use the same words."""
+    """List the requests of one split. Both splits use the same words."""
     problems = requests(level, split)
     return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
 
@@ -92,9 +92,9 @@ class Terminal(Environment):
         return open_sandbox(memory="96m", disk="16m", pids=32, timeout=10.0, max_output=4000, files=files)
 
     def _texts(self, rng):
-        """Generate the files; the words of the request are in one file of its folder at least.
+        """Generate the files. The words of the request are in at least one file of its folder.
 
-        If that file is asked for, no other has the word, or both of the words.
+        If the request asks for that file, no other file has the word, or both of the words.
         """
         files = {}
         for folder, name in product(FOLDERS, FILES):
@@ -117,7 +117,7 @@ class Terminal(Environment):
         return {"orders.csv": "\n".join(",".join(row) for row in [["name", *COLUMNS], *rows]) + "\n"}
 
     def _in_order(self):
-        """Return True if the files are as requested; reads them without the shell, which could be forged."""
+        """Return True if the files are as requested. Reads them without the shell, which could be forged."""
         return all(self._content(path) == (text and text.rstrip("\n")) for path, text in self.right.items())
 
     def _content(self, path):

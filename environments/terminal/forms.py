@@ -21,13 +21,13 @@ FILES = ("one.txt", "two.txt", "three.txt", "four.txt", "five.txt")
 COLUMNS = ("price", "quantity", "weight")
 ORDINALS = ("first", "second", "third", "fourth")
 MOST = 1_700
-"""Requests of one form, at most."""
+"""Maximum number of requests of one form."""
 TEST_SHARE = 4
-"""One of so many requests of each form is for the tests."""
+"""One in this many requests of each form is in the test split."""
 
 Data = dict[str, object]
 Files = dict[str, str | None]
-"""Path -> content; None where there is no file."""
+"""Path -> content, or None if there is no file."""
 
 
 class Form(NamedTuple):
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     command: str
     blanks: list[Data]
     solve: Callable[[dict[str, str], Data], object]
-    """Returns the answer, or at level 3 the files that have to be there, from the files and the words."""
+    """Returns the answer, or at level 3 the required files, from the files and the words."""
 
 
 def _each(**blanks) -> list[Data]:
@@ -46,7 +46,7 @@ def _each(**blanks) -> list[Data]:
 
 
 def _pairs(names: tuple[str, str], values, ordered: bool, **blanks) -> list[Data]:
-    """List the combinations of values with two different ones of ``values``."""
+    """List the combinations of values with two different elements of ``values``."""
     pairs = permutations(values, 2) if ordered else combinations(values, 2)
     return [dict(zip(names, pair, strict=True)) | rest for pair in pairs for rest in _each(**blanks)]
 
@@ -85,7 +85,7 @@ def _place(files, data):
 
 
 def _most(files, data):
-    """Return the name with the highest total; of equals the last one, as ``sort -rn`` does."""
+    """Return the name with the highest total, or the last of several, as in ``sort -rn``."""
     totals = Counter()
     for row in _rows(files):
         if row["name"] != data["word"]:
@@ -293,7 +293,7 @@ FORMS: dict[int, dict[str, Form]] = {
 
 @cache
 def requests(level: int, split: str) -> list[Data]:
-    """List the different requests of a split, one of each form in turn as long as it has any."""
+    """List the different requests of a split, alternating between the forms."""
     forms: list[list[Data]] = []
     for name, form in FORMS[level].items():
         blanks = random.Random(f"terminal {level} {name}").sample(form.blanks, len(form.blanks))
@@ -318,6 +318,6 @@ def fill(data: Data) -> tuple[str, str]:
 
 
 def solve(data: Data, files: dict[str, str]) -> object:
-    """Return the answer of level 1 or 2, or the files of level 3 that have to be there."""
+    """Return the answer of level 1 or 2, or the required files of level 3."""
     found = FORMS[data["level"]][data["ask"]].solve(files, data)
     return {**files, **found} if isinstance(found, dict) else str(found)

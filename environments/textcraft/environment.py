@@ -1,7 +1,7 @@
-"""TextCraft: craft an item from what can be gathered, by recipes that build on each other.
+"""TextCraft: craft an item from gathered things, by recipes that build on each other.
 
-The commands are those of TextCraft (Prasad et al. 2023). Recipes are generated, or those of the folder of
-Minecraft-format JSON that the variable ``TEXTCRAFT_RECIPES`` names.
+The commands are the same as in TextCraft (Prasad et al. 2023). Recipes are generated, or read from the folder
+of Minecraft-format JSON in the variable ``TEXTCRAFT_RECIPES``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .recipes import (
 )
 
 OFFICIAL = os.environ.get("TEXTCRAFT_RECIPES")
-"""Folder of recipes; without it they are generated."""
+"""Folder of recipes. Without it they are generated."""
 AMOUNT = re.compile(r"([0-9]{1,7}) ([a-z][a-z0-9 ':/.-]{0,63})")
 INSTRUCTIONS = (
     "Craft the target. get takes things that no recipe makes; craft needs the ingredients of a recipe, or a "
@@ -48,7 +48,8 @@ class Textcraft(Environment):
     )
     max_turns = 60
     expert_noise = 0.0
-    """Probability that the expert errs: it takes a wrong thing, follows any recipe, or lists what it has."""
+    """Probability that the expert errs: it takes a wrong thing, follows a random recipe, or lists its
+    things."""
 
     @classmethod
     def samples(cls, split):
@@ -119,7 +120,7 @@ class Textcraft(Environment):
         return f"Inventory: {amounts(self.held) or 'nothing'}."
 
     def expert(self, rng):
-        """Craft the first item on the way to the target for which there is too little, or take its parts."""
+        """Craft the first missing item on the way to the target, or take its parts."""
         if rng.random() < self.expert_noise:
             return Message.assistant(None, self._slip(rng))
         order, wanted, times = way(self.recipes, self.target), {self.target: 1}, {}
@@ -161,7 +162,7 @@ class Textcraft(Environment):
         self.held[item] = self.held.get(item, 0) + count
 
     def _parse(self, text):
-        """Return the counts of the things that a text names. Raises ToolError."""
+        """Return the counts of the things in a text. Raises ToolError."""
         found = {}
         for one in text[:2000].split(","):
             match = AMOUNT.fullmatch(one.strip().lower())

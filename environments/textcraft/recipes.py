@@ -1,4 +1,4 @@
-"""Recipes: generated ones of every level, and those of a folder of Minecraft-format JSON."""
+"""Recipes: generated recipes of every level, and recipes in a folder of Minecraft-format JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl_env.errors import DefinitionError
 
 NUM_SAMPLES = {"train": 10_000, "validation": 1_000, "test": 1_000}
 SHARES = {"test": range(1), "validation": range(1, 2), "train": range(2, 10)}
-"""Tenths of all problems that a split has, by a hash of target and recipes."""
+"""Tenths of all problems that belong to a split, by a hash of target and recipes."""
 MATERIALS = (
     "oak", "birch", "spruce", "acacia", "bamboo", "clay", "stone", "granite", "basalt", "quartz",
     "copper", "iron", "silver", "golden", "bone", "leather", "woolen", "paper", "glass", "amber",
@@ -25,9 +25,9 @@ MADE = (
     "panel", "wheel", "frame", "chest", "lamp", "bell", "shield", "ladder", "table", "clock",
 )  # fmt: skip
 MAX_TURNS = 40
-"""Turns that a generated problem needs at most."""
+"""Maximum number of turns that a generated problem needs."""
 MAX_COUNT = 1_000_000
-"""Pieces of an item that an inventory holds at most."""
+"""Maximum number of pieces of an item in an inventory."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Level:
-    """Problems of a level: the longest chain of recipes, most ingredients of one, and recipes beside."""
+    """Problems of a level: longest chain of recipes, most ingredients of a recipe, unneeded recipes."""
 
     depth: int
     ingredients: int
@@ -65,7 +65,7 @@ def amounts(items: Mapping[str, int]) -> str:
 
 
 class Problems:
-    """The generated problems of a split and a level; each is made when it is read."""
+    """The generated problems of a split and a level. Each is generated when it is read."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -85,17 +85,17 @@ class Problems:
 
 
 def needed(problem: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the recipes on the way to the target; the others are beside it."""
+    """Return the recipes on the way to the target. The others are not needed."""
     return sorted(recipe for recipe in problem["recipes"] if recipe[0] not in problem["idle"])
 
 
 def tenth(problem: Mapping[str, Any]) -> int:
-    """Return which tenth of all problems a problem is in; see SHARES."""
+    """Return the tenth of all problems that contains a problem (see SHARES)."""
     return stable_seed("textcraft", problem["target"], needed(problem)) % 10
 
 
 def _draw(level: Level, rng: random.Random) -> dict[str, Any]:
-    """Draw a target whose recipes form a tree of the level's depth, shuffled among recipes beside it."""
+    """Draw a target with a tree of recipes of the level's depth, shuffled among unneeded recipes."""
     names = [f"{material} {thing}" for material in MATERIALS for thing in MADE]
     basics = [f"{material} {thing}" for material in MATERIALS for thing in RAW]
     rng.shuffle(names)
@@ -124,10 +124,10 @@ def _draw(level: Level, rng: random.Random) -> dict[str, Any]:
 
 
 def read_folder(folder: str | Path) -> list[Recipe]:
-    """Return the crafting recipes of a folder in Minecraft's JSON format; those for smelting are left out.
+    """Return the crafting recipes of a folder in Minecraft's JSON format. Smelting recipes are omitted.
 
-    Of ingredients with alternatives the first is taken; a tag such as ``minecraft:planks`` counts as an item.
-    Raises DefinitionError.
+    If an ingredient has alternatives, the first is used. A tag such as ``minecraft:planks`` counts as an
+    item. Raises DefinitionError.
     """
     found = []
     for path in sorted(Path(folder).glob("*.json")):
@@ -169,7 +169,7 @@ def _name(part: Any) -> str:
 
 
 def way(recipes: Mapping[str, Recipe], target: str) -> list[str] | None:
-    """Return the items to craft for a target, ingredients first; None where recipes go in a circle."""
+    """Return the items to craft for a target, ingredients first, or None if recipes form a cycle."""
     order: list[str] = []
     state: dict[str, bool] = {}
     todo = [target]
@@ -190,7 +190,7 @@ def way(recipes: Mapping[str, Recipe], target: str) -> list[str] | None:
 
 
 def split_official(recipes: list[Recipe]) -> dict[str, list[dict[str, Any]]]:
-    """Return the problems of a folder's recipes by split: each item whose recipes go in no circle."""
+    """Return the problems of a folder's recipes by split: every item with recipes that form no cycle."""
     by_item: dict[str, Recipe] = {}
     for recipe in recipes:
         by_item.setdefault(recipe.item, recipe)

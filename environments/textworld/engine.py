@@ -1,9 +1,9 @@
 """The engine: one process with TextWorld imported, and a copy of it for each session.
 
-Run as a script, with the seconds of processor time that a request may take as its argument and a Unix socket
-as its standard input. Each message on it carries one end of a socket pair; the process forks, and the child
-plays one game over that socket, a JSON object on each line. Neither a crash nor a hang of the interpreter of
-games, which is written in C, reaches beyond its child.
+Run as a script. Its argument is the number of seconds of processor time that a request can take, and its
+standard input is a Unix socket. Each message on the socket carries one end of a socket pair. The process
+forks, and the child plays one game over that socket, with a JSON object on each line. A crash or a hang of
+the interpreter of games, which is written in C, affects only its child.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ else:
     missing = None
 
 SECONDS = 240
-"""Seconds of the clock that one request may take; the kernel then ends the child."""
+"""Wall time limit of one request in seconds. The kernel then ends the child."""
 MEMORY = 2 << 30
 BANNER = re.compile(r"\A.*\$\$[^\n]*\n", re.DOTALL)
 STATUS_LINE = re.compile(r"\n>\s.*\Z", re.DOTALL)
-"""The prompt after a text, and what the game draws at the top of a screen."""
+"""The prompt after a text, and the status line at the top of a screen."""
 THE_END = re.compile(r"(\*\*\* [^*]+ \*\*\*).*\Z", re.DOTALL)
 """The end of a game, after which it asks whether to restart."""
 
@@ -48,7 +48,7 @@ class Game:
         return self._compile(make(split, level, number))
 
     def load(self, folder: str, path: str) -> dict:
-        """Start the game of a JSON file of TextWorld's: its story beside it, or compiled if there is none."""
+        """Start the game of a TextWorld JSON file, with the story file next to it, or compile one."""
         tempfile.tempdir = folder
         try:
             game = textworld.Game.load(path)
@@ -65,11 +65,13 @@ class Game:
         return self._seen()
 
     def plan(self) -> list[str]:
-        """Return commands that win from here, none where the game does not know any."""
+        """Return commands that win from the current state, or no commands if the game knows none."""
         return list(self.state["policy_commands"])
 
     def _compile(self, game: textworld.Game) -> dict:
-        with tempfile.TemporaryDirectory() as build:  # the files have the answer: none outlives this call
+        with (
+            tempfile.TemporaryDirectory() as build
+        ):  # the files contain the answer, so they are deleted after this call
             options = textworld.GameOptions()
             options.path = os.path.join(build, "game.z8")
             return self._open(compile_game(game, options))
@@ -97,7 +99,7 @@ class Game:
 
 
 def remember_rules() -> None:
-    """Parse the rules of generated games once: a game's file repeats them, and parsing takes a second."""
+    """Parse the rules of generated games once. Every game's file repeats them, and parsing takes a second."""
     own, parse = json.dumps(knowledge().serialize()), KnowledgeBase.deserialize
     KnowledgeBase.deserialize = lambda data: knowledge() if json.dumps(data) == own else parse(data)
 
@@ -109,7 +111,7 @@ def play(connection: socket.socket, cpu_seconds: float) -> None:
     game = Game()
     with connection.makefile("rwb") as stream:
         for line in stream:
-            # The default action of both signals ends the process, also while C code loops.
+            # The default action of both signals ends the process, even while C code loops.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             signal.alarm(SECONDS)
             name, *arguments = json.loads(line)
@@ -128,7 +130,7 @@ def main() -> None:
     if missing is not None:
         control.sendall(json.dumps({"error": str(missing)}).encode() + b"\n")
         return
-    warnings.simplefilter("ignore")  # Jericho knows no scores of generated games, and says so at each start
+    warnings.simplefilter("ignore")  # Jericho warns at each start that it has no scores of generated games
     remember_rules()
     control.sendall(b"{}\n")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children

@@ -1,7 +1,7 @@
 """TextWorld: a quest in a generated text world, on TextWorld's own generator, compiler and interpreter.
 
-``TEXTWORLD_GAMES``, a folder of games that TextWorld made, adds them as ``official``, and those of each
-subfolder as ``official-NAME``.
+``TEXTWORLD_GAMES`` is a folder of games made by TextWorld. It adds them as ``official``, and the games of
+each subfolder as ``official-NAME``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _splits() -> tuple[str, ...]:
 
 
 class Games:
-    """The generated games of a split: a game follows from its split, level and number."""
+    """The generated games of a split. Split, level and number determine a game."""
 
     def __init__(self, split: str, level: int) -> None:
         self.split, self.level = split, level
@@ -138,7 +138,7 @@ class Textworld(Environment):
             self.take_action(action)
 
     def expert(self, rng):
-        """Follow the game's own winning policy, which it knows from every state that can be won."""
+        """Follow the game's own winning policy, which exists for every state that can be won."""
         plan = self.player.call("plan")
         return Message.assistant(None, ToolCall.of("take_action", action=plan[0] if plan else "look"))
 

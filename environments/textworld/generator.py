@@ -19,7 +19,7 @@ ATTEMPTS = 60
 
 
 class Level(NamedTuple):
-    """Rooms, things beside the doors, and actions of the shortest way to win."""
+    """Number of rooms, of things other than doors, and of actions of the shortest solution."""
 
     rooms: int
     things: int
@@ -31,14 +31,15 @@ LEVELS = {1: Level(2, 5, 4), 2: Level(5, 10, 6), 3: Level(9, 18, 9)}
 
 @cache
 def knowledge() -> KnowledgeBase:
-    """Return TextWorld's rules and grammar, whose parsing takes longer than the making of a game."""
+    """Return TextWorld's rules and grammar. Parsing them takes longer than generating a game."""
     return KnowledgeBase.load()
 
 
 def make(split: str, level: int, number: int) -> Game:
-    """Return the game of a number: the first that its seeds give whose quest has the level's length.
+    """Return the game with a number: the first from its seeds with a quest of the level's length.
 
-    Each thing of the shortest way can be named: it is not called "safe" in a game with an "old safe".
+    Each thing of the shortest solution has a distinct name, such as "safe" only in a game without an "old
+    safe".
     """
     rooms, things, quest = LEVELS[level]
     seeds = np.random.default_rng([SPLITS.index(split), level, number])
@@ -59,7 +60,7 @@ def make(split: str, level: int, number: int) -> Game:
 
 
 def ambiguous(names: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether all words of a name are in another one, so that the parser asks which one is meant."""
+    """Return True if another name has all words of a name, so that the parser asks which is meant."""
     pairs = [
         (frozenset(one.lower().split()), frozenset(other.lower().split()))
         for one, other in product(names, others)
@@ -68,6 +69,6 @@ def ambiguous(names: Iterable[str], others: Iterable[str]) -> bool:
 
 
 def _named(game: Game, way: Sequence[Action]) -> set[str]:
-    """Return the names of the things in the actions of a way."""
+    """Return the names of the things in the actions of a solution."""
     ids = {variable.name for action in way for variable in action.variables}
     return {info.name for info in game.infos.values() if info.id in ids and info.name in game.objects_names}

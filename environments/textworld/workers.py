@@ -13,7 +13,7 @@ from threading import BoundedSemaphore, Lock
 
 ENGINE = Path(__file__).with_name("engine.py")
 ANSWER_SECONDS = 280
-"""Seconds to wait for an answer; the engine ends a child that needs more, so this is the last resort."""
+"""Seconds to wait for an answer. This is a last resort, because the engine ends slower children itself."""
 
 
 class EngineFailed(RuntimeError):
@@ -24,8 +24,8 @@ class Engine:
     """Starts the engine's process when the first session needs it, and again if it died.
 
     Args:
-        cpu_seconds: Seconds of processor time that one request of a session may take.
-        starts: Number of games that may start at once, each with a compiler; others wait.
+        cpu_seconds: Limit of the processor time of one request of a session, in seconds.
+        starts: Number of games that can start at the same time, each with a compiler. Others wait.
     """
 
     def __init__(self, cpu_seconds: float = 60.0, starts: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Engine:
         self.control, theirs = socket.socketpair()
         environment = {
             **os.environ,
-            # What is generated from a seed depends on the order of sets.
+            # The game generated from a seed depends on the order of sets.
             "PYTHONHASHSEED": "0",
         }
         python = os.environ.get("TEXTWORLD_PYTHON", sys.executable)

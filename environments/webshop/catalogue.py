@@ -1,4 +1,4 @@
-"""Generates products and goals; number i of each follows from i and the catalogue's seed alone."""
+"""Generates products and goals. Number i of each depends only on i and the catalogue's seed."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ UNCOUNTED = _phrases(
     "shampoo, hair conditioner, body lotion, nail polish, beard oil, ground coffee, beef jerky, "
     "protein powder, trail mix, pasta sauce, peanut butter, hot sauce, breakfast cereal"
 )
-"""Kinds that have no article, beside those in the plural."""
+"""Kinds without an article, in addition to plurals."""
 PRICE_STEPS = tuple(range(10, 1000, 10))
 """Prices, in dollars, that customers of official goals name as their limit."""
 CHEAP = (0.06, 0.08, 0.1)
-"""Shares of a kind's articles that a customer's limit leaves: most results of a search cost too much."""
+"""Shares of a kind's articles below a customer's price limit. Most results of a search cost too much."""
 WISHES = {1: (1, 1), 2: (2, 2), 3: (3, 3)}
-"""Level -> attributes and options that a customer asks for, at most."""
+"""Level -> maximum number of requested attributes and options."""
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,12 @@ class Product:
     category: str
     """Path of departments, separated by ``›``."""
     query: str
-    """Kind of article, which the shop files it under."""
+    """Kind of article in the shop."""
     price: float
     description: str = ""
     features: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
-    """Properties that goals name and the reward compares; the pages tell them in words only."""
+    """Properties that goals name and the reward compares. The pages have them only in words."""
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of an option, such as "color" -> its values."""
     rating: float | None = None
@@ -263,13 +263,13 @@ def generate_product(number: int, seed: int = 0) -> Product:
 
 
 def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any] | None:
-    """Return what a customer of this level asks for: a sample's data, met by product ``number``.
+    """Return a customer's request at this level: a sample's data, which product ``number`` meets.
 
-    The limit of the price is so low that few articles of the kind meet it. Level 1 also names one attribute
-    that is in the title, and one option. Level 2 adds a second attribute and a second option. Level 3 asks
-    for three attributes, of which at least one is on the page of features only, and for every option.
+    The price limit is so low that few articles of the kind meet it. Level 1 also names one attribute that is
+    in the title, and one option. Level 2 adds a second attribute and a second option. Level 3 asks for every
+    option and for three attributes, at least one of which is only on the page of features.
 
-    None if the product itself costs more than such a limit.
+    Return None if the product itself costs more than such a limit.
     """
     product = generate_product(number, seed)
     rng = random.Random(f"goal {seed} {level} {number}")
@@ -301,7 +301,7 @@ def generate_goal(number: int, level: int, seed: int = 0) -> dict[str, Any] | No
 
 
 def generate_goals(level: int, count: int, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """Return the goals of a level by split; what is asked for decides the split, and is asked for once."""
+    """Return the goals of a level by split. The request determines the split and occurs only once."""
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
     seen = set()
     for number in _cheap_products(count, seed):
@@ -323,19 +323,19 @@ def generate_products(count: int, seed: int = 0) -> Iterator[Product]:
 
 @cache
 def _cheap_products(count: int, seed: int) -> list[int]:
-    """Return the numbers of the products that any limit of the price leaves."""
+    """Return the numbers of the products that are below some price limit."""
     products = enumerate(generate_products(count, seed))
     return [number for number, product in products if product.price <= _limit(product.query, max(CHEAP))]
 
 
 def _limit(kind: str, share: float) -> float:
-    """Return the price, in half dollars, below which about this share of the articles of a kind cost."""
+    """Return the price, in half dollars, below which about this share of a kind's articles is."""
     low, high = _PRICES[kind]
     return math.ceil(2 * low * (high / low) ** share) / 2
 
 
 def _with_article(kind: str) -> str:
-    """Return a kind of article as a customer asks for it."""
+    """Return a kind of article in the words of a customer."""
     if kind in UNCOUNTED or (kind.endswith("s") and not kind.endswith("ss")):
         return kind
     return f"an {kind}" if kind[0] in "aeiou" or kind.startswith("hdmi") else f"a {kind}"
@@ -352,7 +352,7 @@ def _claim(rng: random.Random, kind: str) -> str:
 
 
 def _asin(number: int, seed: int) -> str:
-    """Return an identifier of ten characters; numbers and identifiers correspond one to one."""
+    """Return an identifier of ten characters. Numbers and identifiers correspond one to one."""
     scrambled = (number * 2_654_435_761 + seed * 40_503) % 2**32
     digits = "0123456789ABCDEFGHJKLMNPQRSTUVWXYZ"
     text = ""

@@ -1,7 +1,7 @@
 """Webshop: find an article that fits a request among 100,000, choose its options, and buy it.
 
 WebShop (Yao et al. 2022) with the tools of AgentBench. The catalogue is generated, with ``WEBSHOP_PRODUCTS``
-products, or the official one where the variable ``WEBSHOP_DATA`` names the folder of its files.
+products. If the variable ``WEBSHOP_DATA`` names the folder of the official files, they are used instead.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .visit import (
 
 NUM_PRODUCTS = int(os.environ.get("WEBSHOP_PRODUCTS", 100_000))
 OFFICIAL = os.environ.get("WEBSHOP_DATA")
-"""Folder of WebShop's official files; without it the catalogue is generated."""
+"""Folder of WebShop's official files. Without it the catalogue is generated."""
 LEVELS = 1 if OFFICIAL else 3
 _SHOWN = ("page", "observation", "available_actions")
-"""Fields of a page. The last two describe it as WebShop does."""
+"""Fields of a page. The last two describe it in WebShop's form."""
 TEXTS = {
     "opening": ("{page}", *_SHOWN),
     "page": ("{page}", "action", *_SHOWN),
@@ -54,7 +54,7 @@ def _open_store() -> Store:
 
 
 def shop() -> Store:
-    """Return the store of this process; the first call opens it."""
+    """Return the store of this process. The first call opens it."""
     with _opening:
         return _open_store()
 
@@ -77,7 +77,7 @@ class Webshop(Environment):
     wording = Wording(os.environ.get("WEBSHOP_WORDING"), **TEXTS)
     reset_timeout = 3600.0 if OFFICIAL else 120.0
     expert_noise = 0.0
-    """Probability with which the expert clicks anything on the page, if there is anything to click."""
+    """Probability that the expert clicks a random element of the page, if there is one."""
     show = staticmethod(as_text)
     """Renders the pages."""
 
@@ -150,8 +150,7 @@ class Webshop(Environment):
     def expert(self, rng):
         """Return the next click on the way to a product that meets every wish.
 
-        Searches in the words of the instruction; if none of the results fits, in the words of the
-        target's title.
+        Searches with the words of the instruction, or with the target's title if no result fits.
         """
         slip = rng.random() < self.expert_noise
         buttons = page_of(self.visit, shop()).buttons() if slip else []
@@ -168,7 +167,7 @@ class Webshop(Environment):
         return self.wording.text(name, action=action, **self._shown(), **fields)
 
     def _shown(self):
-        """Return the fields of the texts for the page that the customer is on."""
+        """Return the fields of the texts for the customer's current page."""
         page, instruction = page_of(self.visit, shop()), self.goal["instruction"]
         return {
             "page": self.show(page, instruction),
@@ -191,7 +190,7 @@ class Webshop(Environment):
         return _click(BACK)
 
     def _keywords(self):
-        """Return the instruction's words if a search for them finds what fits, else the target's title."""
+        """Return the instruction's words if a search for them finds a match, or else the target's title."""
         store, goal = shop(), self.goal
         words = content_words(" ".join((goal["kind"], *goal["attributes"], *goal["options"].values())))
         keywords = " ".join(words)

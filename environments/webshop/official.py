@@ -26,16 +26,16 @@ INSTRUCTIONS = ("items_human_ins.json",)
 SHUFFLE = 233
 """Seed of the order of the goals, as in WebShop, so that indices agree."""
 NUM_TEST, NUM_VALIDATION = 500, 1000
-"""The first goals are test, the next validation, the others train."""
+"""The first goals are in test, the next in validation, and the others in train."""
 CHUNK = 1 << 20
 
 
 class DataError(ValueError):
-    """The folder lacks a file, or a file is not what it should be."""
+    """A file of the folder is missing or invalid."""
 
 
 def open_official(folder: str | os.PathLike[str]) -> Store:
-    """Return the store of a folder, ``catalogue.sqlite``, which is written where it is missing or outdated.
+    """Return the store of a folder, ``catalogue.sqlite``. It is written if it is missing or outdated.
 
     Raises DataError.
     """
@@ -89,7 +89,7 @@ def read_array(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 def split_goals(count: int, split: str) -> range:
-    """Return the indices of a split's goals, of ``count`` in all."""
+    """Return the indices of a split's goals among ``count`` goals."""
     bounds = {
         "test": (0, NUM_TEST),
         "validation": (NUM_TEST, NUM_TEST + NUM_VALIDATION),
@@ -102,7 +102,7 @@ def split_goals(count: int, split: str) -> range:
 def _products(
     path: Path, described: dict[str, Any], instructions: dict[str, Any], goals: list[dict[str, Any]]
 ) -> Iterator[Product]:
-    """Yield the products of a file; appends the goals that are made for them to ``goals``."""
+    """Yield the products of a file. Append the goals that are generated for them to ``goals``."""
     skipped = count = wishes = 0
     seen = set()
     for record in read_array(path):
@@ -128,7 +128,7 @@ def _products(
 
 
 def _of(records: dict[str, Any], asin: str) -> Any:
-    """Return what a file has of a product, whose identifier it may write in small letters."""
+    """Return the data of a product in a file, which can have its identifier in lower case."""
     return records.get(asin) or records.get(asin.lower())
 
 
@@ -154,7 +154,7 @@ def _product(record: Any, described: dict[str, Any]) -> Product | None:
 
 
 def _goal(product: Product, given: Any, number: int) -> dict[str, Any] | None:
-    """Return what a person asks for; None if the instruction or its attributes are missing."""
+    """Return a person's request, or None if the instruction or its attributes are missing."""
     if not isinstance(given, dict):
         return None
     text = _text(given.get("instruction")).strip(".")
@@ -185,7 +185,7 @@ def _options(given: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _price(given: Any, asin: str) -> float:
-    """Return the price in dollars. As in WebShop, one of a range is drawn, and an absent one is 100."""
+    """Return the price in dollars. As in WebShop, a range gives a drawn price, and a missing price is 100."""
     texts = given if isinstance(given, list) else _text(given).split("$")
     matches = (_NUMBER.search(str(text).replace(",", "")) for text in texts)
     found = [price for match in matches if match and math.isfinite(price := float(match.group()))]
@@ -203,14 +203,14 @@ def _rating(given: Any) -> float | None:
 
 
 def _text(given: Any) -> str:
-    """Return text or a number as text; NaN is none, and half a surrogate pair a question mark."""
+    """Return text or a number as text. NaN becomes "", and a lone surrogate becomes a question mark."""
     if not isinstance(given, str | int | float) or given != given:
         return ""
     return " ".join(str(given).encode("utf-8", "replace").decode().split())
 
 
 def _texts(given: Any) -> tuple[str, ...]:
-    """Return the texts of a list, of an object, or of one text; of a pair with an image the first."""
+    """Return the texts of a list, an object, or a single text. Of a pair with an image, return the first."""
     items = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
     firsts = (item[0] if isinstance(item, list) and item else item for item in items)
     return tuple(text for item in firsts if (text := _text(item)))

@@ -20,7 +20,7 @@ from .environment import TEXTS, Webshop
 from .visit import Page
 
 MAX_VISITS = 1000
-"""Visits of the site that are kept; the oldest is forgotten."""
+"""Maximum number of stored visits of the site. The oldest is dropped first."""
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Shop</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body { font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em; }
@@ -30,7 +30,7 @@ button[aria-pressed=true] { font-weight: bold; outline: 2px solid; }
 
 
 def as_html(page: Page, instruction: str) -> str:
-    """Return a page as HTML; what can be clicked is a button of a form that leads to ``click``."""
+    """Return a page as HTML. Clickable parts are buttons of a form that leads to ``click``."""
     parts = [HEAD, f'<p id="instruction">Instruction: {escape(instruction)}</p>', "<nav>"]
     parts += [_button(name) for name in page.navigation]
     parts += ["</nav>", f"<h1>{escape(page.title)}</h1>"]
@@ -67,7 +67,7 @@ class WebshopPages(Webshop):
 
 
 def site() -> Starlette:
-    """Return an ASGI application; ``/?split=test-2&index=3`` opens a visit of that sample, ``/`` of any."""
+    """Return an ASGI application. ``/?split=test-2&index=3`` opens a visit of that sample, ``/`` of any."""
     client = EnvClient.local(WebshopPages)
     visits: OrderedDict[str, tuple[ClientSession, str]] = OrderedDict()
 

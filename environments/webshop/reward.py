@@ -11,7 +11,7 @@ from .catalogue import Product
 from .store import content_words
 
 SAME_KIND = 0.2
-"""Share of the title's words above which an article of another category counts as the same kind."""
+"""An article of another category counts as the same kind above this share of common title words."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Reward:
 
     @property
     def product(self) -> float:
-        """The product of the factors: nothing is paid for an article above the limit of the price."""
+        """The product of the factors, which is 0 for an article above the price limit."""
         return self.kind * self.attributes * self.options * self.price
 
     def metrics(self) -> dict[str, float]:
@@ -41,10 +41,10 @@ def grade(bought: Product, chosen: Mapping[str, str], goal: Mapping[str, Any], t
     1, 0.5, 0.1 or 0 by the similarity of the article to the target.
 
     Args:
-        bought: What was bought.
+        bought: The bought product.
         chosen: Name of an option -> chosen value.
-        goal: The sample's data: ``attributes``, ``options`` and ``price_upper`` (None is no limit).
-        target: The product that the goal was made for; another one can be as good.
+        goal: The sample's data: ``attributes``, ``options`` and ``price_upper`` (None means no limit).
+        target: The product for which the goal was generated. Another product can be as good.
     """
     wanted = [str(value) for value in goal["options"].values()]
     attributes = sum(has_attribute(bought, attribute) for attribute in goal["attributes"])
@@ -63,10 +63,10 @@ def grade(bought: Product, chosen: Mapping[str, str], goal: Mapping[str, Any], t
 
 
 def same_kind(bought: Product, target: Product) -> float:
-    """Return how much an article is of the target's kind: 1, 0.5, 0.1 or 0.
+    """Return the similarity of an article's kind to the target's kind: 1, 0.5, 0.1 or 0.
 
-    The titles are compared by their content words without those of the target's attributes, where the
-    paper takes nouns from a parser.
+    The titles are compared by their content words without the words of the target's attributes. The paper
+    uses nouns from a parser instead.
     """
     described = {word for attribute in target.attributes for word in content_words(attribute)}
     desired = set(content_words(target.title)) - described
@@ -77,7 +77,7 @@ def same_kind(bought: Product, target: Product) -> float:
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
-    """Return whether the product has an attribute, or names it in its title, features or description."""
+    """Return True if the product has an attribute, or names it in its title, features or description."""
     if any(same(attribute, own) for own in product.attributes):
         return True
     text = " ".join((product.title, *product.features, product.description))
@@ -85,9 +85,10 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 
 def same(wanted: str, given: str) -> bool:
-    """Return whether two phrases are equal, or one is the other with more words: "navy" is "navy blue".
+    """Return True if two phrases are equal, or one is the other with more words: "navy" is "navy blue".
 
-    More numbers or abbreviations make another phrase: "large" is not "x-large", "pack of 1" not "pack of 12".
+    Different numbers or abbreviations do not match: "large" is not "x-large", and "pack of 1" not "pack of
+    12".
     """
     one, other = (set(re.findall(r"[^\W_]+", text.lower())) for text in (wanted, given))
     if not one or not other or not (one <= other or other <= one):
@@ -96,7 +97,7 @@ def same(wanted: str, given: str) -> bool:
 
 
 def _same_category(bought: str, target: str) -> bool:
-    """Return whether two paths of departments share two parts."""
+    """Return True if two paths of departments share two parts."""
     return len(_parts(bought) & _parts(target)) >= 2
 
 

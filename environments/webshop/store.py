@@ -1,4 +1,4 @@
-"""The products in SQLite: found by identifier, or by full-text search."""
+"""The products in SQLite, found by identifier or by full-text search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .catalogue import Product
 
 MAX_RESULTS = 50
 MAX_WORDS = 30
-"""Words of a search that count."""
+"""Maximum number of used words of a search."""
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -34,13 +34,13 @@ SELECT asin FROM products JOIN (
 ) ON id = number ORDER BY score, id
 """
 KEPT_SEARCHES, KEPT_PRODUCTS = 4096, 16384
-"""Results that are kept in memory: sessions of one problem, and the expert, repeat searches."""
+"""Number of cached results. Sessions of one problem and the expert repeat searches."""
 MAX_LETTERS = 128
-"""Letters of a word, or of an identifier, that is looked for: they are kept with the results."""
+"""Maximum number of letters of a word or identifier in a search, because they are cached with the results."""
 
 
 class Store:
-    """The products of the shop; threads may share it."""
+    """The products of the shop. Can be shared by threads."""
 
     def __init__(self, path: str = ":memory:") -> None:
         self._db = sqlite3.connect(path, check_same_thread=False)
@@ -51,7 +51,7 @@ class Store:
 
     @classmethod
     def build(cls, products: Iterable[Product], path: str = ":memory:") -> Store:
-        """Create the tables of a new store and fill them; of products with one asin, the first is kept."""
+        """Create the tables of a new store and fill them. If products share an asin, the first is kept."""
         store = cls(path)
         store._db.executescript(SCHEMA)
         with store._db as db:
@@ -82,15 +82,16 @@ class Store:
         return int(self._fetch(f"SELECT COUNT(*) FROM {table}")[0][0])
 
     def get(self, asin: str) -> Product | None:
-        """Return the product with this identifier, in any case of its letters."""
+        """Return the product with this identifier, ignoring case."""
         asin = asin.strip().upper()
         return self._read(asin) if len(asin) <= MAX_LETTERS else None
 
     def search(self, keywords: str) -> tuple[str, ...]:
         """Return the identifiers of the products that best match any of the words, 50 at most.
 
-        Products with the rarest word come first, then those with the next; equals have the order of BM25,
-        where words in the title count double. So the many products with a common word are rarely scored.
+        Products with the rarest word come first, then products with the next word. Equal products have the
+        order of BM25, in which words in the title count double. The many products with a common word are
+        rarely scored.
         """
         words = [word for word in content_words(keywords) if len(word) <= MAX_LETTERS]
         return self._found(tuple(words[:MAX_WORDS]))
@@ -126,13 +127,13 @@ class Store:
 
 
 def content_words(text: str) -> list[str]:
-    """Return the words of a text that say what it is about, each once, in lower case."""
+    """Return the content words of a text, each once, in lower case."""
     words = re.findall(r"[^\W_]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in STOP_WORDS))
 
 
 def _searched(product: Product) -> str:
-    """Return what the search finds a product by, beside its title."""
+    """Return the searchable text of a product in addition to its title."""
     values = [value for values in product.options.values() for value in values]
     return " ".join((product.query, *product.features, product.description, *values))
 

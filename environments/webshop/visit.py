@@ -1,4 +1,4 @@
-"""A visit to the shop: its pages, and what a search or a click leads to."""
+"""A visit to the shop: its pages, and the results of searches and clicks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .store import Store
 
 PAGE_SIZE = 10
 MAX_KEYWORDS = 300
-"""Characters of a search that are read, and shown on the page of results."""
+"""Maximum number of characters of a search that are used and shown on the page of results."""
 BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
 SUBPAGES = ("Description", "Features", "Reviews")
 
 
 @dataclass
 class Visit:
-    """Where a customer is, and what was chosen so far."""
+    """The current page of a customer, and the choices so far."""
 
     keywords: str | None = None
     found: list[str] = field(default_factory=list)
-    """Identifiers of the products that the search found."""
+    """Identifiers of the found products."""
     number: int = 0
     """Page of the results, from 0."""
     asin: str | None = None
-    """Product whose page is open."""
+    """Product of the open page."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Name of an option of this product -> chosen value."""
     subpage: str | None = None
@@ -36,7 +36,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Page:
-    """What the customer sees, as text or as HTML."""
+    """The customer's view, as text or as HTML."""
 
     title: str
     lines: tuple[str, ...] = ()
@@ -48,13 +48,13 @@ class Page:
     actions: tuple[str, ...] = ()
 
     def buttons(self) -> list[str]:
-        """Return the names of all that can be clicked."""
+        """Return the names of all clickable parts."""
         values = [value for values in self.options.values() for value in values]
         return [*self.navigation, *(offer.asin for offer in self.offers), *values, *self.actions]
 
 
 def page_of(visit: Visit, store: Store) -> Page:
-    """Return the page that the customer is on."""
+    """Return the customer's current page."""
     product = store.get(visit.asin) if visit.asin else None
     if product is not None and visit.subpage:
         return Page(product.title, lines=_subpage(product, visit.subpage), navigation=(BACK, PREVIOUS))
@@ -82,13 +82,13 @@ def page_of(visit: Visit, store: Store) -> Page:
 
 
 def search(visit: Visit, keywords: str, store: Store, *, ranked: bool) -> None:
-    """Search the shop. Raises ToolError where the page has no search bar.
+    """Search the shop. Raises ToolError if the page has no search bar.
 
     Args:
         visit: The visit, which goes to the page of results.
         keywords: The words to search for.
         store: The products.
-        ranked: True lists the best match first; False lists the products of a page by their identifiers.
+        ranked: True lists the best match first. False lists the products of a page by their identifiers.
     """
     if not page_of(visit, store).has_search:
         raise ToolError(f"This page has no search bar; click {BACK!r} first.")
@@ -100,10 +100,10 @@ def search(visit: Visit, keywords: str, store: Store, *, ranked: bool) -> None:
 
 
 def click(visit: Visit, value: str, store: Store) -> None:
-    """Click a button, a product or a value of an option. Raises ToolError where the page does not have it."""
+    """Click a button, a product or a value of an option. Raises ToolError if the page does not have it."""
     page = page_of(visit, store)
     names = {name.lower(): name for name in reversed(page.buttons())}
-    names |= {name.lower(): name for name in page.actions}  # an option may have the value "buy now"
+    names |= {name.lower(): name for name in page.actions}  # an option can have the value "buy now"
     wanted = " ".join(value.lower().split())
     if wanted not in names:
         raise ToolError(
@@ -130,7 +130,7 @@ def click(visit: Visit, value: str, store: Store) -> None:
 
 
 def as_text(page: Page, instruction: str) -> str:
-    """Return a page as text; what can be clicked is in brackets, chosen values have a star."""
+    """Return a page as text. Clickable parts are in brackets, and chosen values have a star."""
     lines = [f"Instruction: {instruction}", "", page.title]
     if page.has_search:
         lines.append("This page has a search bar.")
@@ -147,7 +147,7 @@ def as_text(page: Page, instruction: str) -> str:
 
 
 def as_webshop(page: Page, visit: Visit, instruction: str, store: Store) -> str:
-    """Return the page of a visit as WebShop describes it in its text mode."""
+    """Return the page of a visit in the form of WebShop's text mode."""
     parts = ["Instruction:", instruction]
     product = store.get(visit.asin) if visit.asin else None
     if product is not None and visit.subpage:
@@ -167,7 +167,7 @@ def as_webshop(page: Page, visit: Visit, instruction: str, store: Store) -> str:
 
 
 def available_actions(page: Page) -> str:
-    """Return what can be done on a page as WebShop lists it."""
+    """Return the possible actions on a page in WebShop's form."""
     values = [value for values in page.options.values() for value in values]
     buttons = [*page.navigation, *page.actions, *(offer.asin for offer in page.offers)]
     names = ["search"] if page.has_search else [name.lower() for name in buttons]

@@ -33,9 +33,9 @@ _MORE = ("no_name", "cabin", "no_cabin", "credit", "no_credit")
 KINDS = {1: _SIMPLE, 2: (*_SIMPLE, *_MORE), 3: (*_SIMPLE, *_MORE, "book")}
 """Kinds of request by level. The policy refuses those that start with ``no_``."""
 LOOKUPS = ("find_", "get_", "search_")
-"""How the names of tools that change nothing start."""
+"""Prefixes of the names of tools that change nothing."""
 TRIES = 3
-"""Draws of a kind of request before another kind is drawn."""
+"""Number of draws of a kind of request before another kind is drawn."""
 TIMES = ("10:00", "12:00", "14:00", "16:00")
 Wish = dict[str, Any]
 
@@ -47,13 +47,13 @@ def problems(split: str, level: int) -> Problems:
 
 
 def _can_ask(customer: dict) -> bool:
-    """Return True if a customer has bookings for any number of problems: three, and one far enough ahead."""
+    """Return True if a customer has enough bookings for problems: three, with one far enough ahead."""
     clear = [booking for booking in _bookings(customer) if _is_clear(booking, customer)]
     return len(clear) >= 3 and any(is_ahead(booking) and not is_new(booking) for booking in clear)
 
 
 def draw(customer_id: str, level: int, rng: random.Random) -> list[Wish] | None:
-    """Return requests on different bookings; None if the customer has no bookings for them."""
+    """Return requests on different bookings, or None if the customer has no bookings for them."""
     customer = AIRLINE["customers"][customer_id]
     count = 1 if level < 3 else rng.randrange(2, 4)
     clear = [booking for booking in _bookings(customer) if _is_clear(booking, customer)]
@@ -91,7 +91,7 @@ def _bookings(customer: dict) -> list[dict]:
 
 
 def _is_clear(booking: dict, customer: dict) -> bool:
-    """Return True if the customer has no other leg or flight like those of a booking, by route or by day."""
+    """Return True if no other leg or flight of the customer has the route or the day of this booking."""
     others = [leg for other in _bookings(customer) if other is not booking for leg in other["legs"]]
     parts = [part for leg in others for part in (leg, *leg["flights"])]
     routes = {(part["origin"], part["destination"]) for part in parts}
@@ -104,7 +104,7 @@ def _is_clear(booking: dict, customer: dict) -> bool:
 
 
 def _draw(kind: str, free: list[dict], customer: dict, level: int, rng: random.Random) -> Wish | None:
-    """Return a request of a kind on one of the bookings; None if none suits, or the draw is not clear."""
+    """Return a request of a kind on one of the bookings, or None if none suits or the draw is ambiguous."""
     if kind == "book":
         return _draw_booking(customer, rng)
     suits, fill = RULES[kind]
@@ -124,12 +124,12 @@ def _draw(kind: str, free: list[dict], customer: dict, level: int, rng: random.R
 
 
 def _named_legs(booking: dict) -> list[dict]:
-    """Return the leg that the customer names a booking by: the first that has not been flown."""
+    """Return the leg by which the customer names a booking: the first that has not been flown."""
     return [leg for leg in booking["legs"] if leg["status"] in (SCHEDULED, CANCELLED)][:1]
 
 
 def _is_bound(booking: dict) -> bool:
-    """Return True if nothing about the flights of a booking can be changed any more."""
+    """Return True if the flights of a booking cannot be changed any more."""
     return is_ahead(booking) and booking["fare"] == "light" and not is_new(booking)
 
 
@@ -188,7 +188,7 @@ def _fill_reason(kind, booking, leg, customer, level, rng) -> Wish | None:
 
 
 def _fill_journey(kind, booking, leg, customer, level, rng) -> Wish | None:
-    """Return other flights for a leg, on a day that leaves the order of the legs as it is."""
+    """Return other flights for a leg, on a day that keeps the order of the legs."""
     first, last = 1, LAST_DAY
     for other in booking["legs"]:
         number = _days_from_today(other["flights"][0]["date"])
@@ -233,7 +233,7 @@ def _draw_journey(leg: dict, terms: dict, date: str, level: int, rng: random.Ran
 
 
 def _fill_cabin(kind, booking, leg, customer, level, rng) -> Wish | None:
-    """Return another cabin, at level 3 often with a limit to its price."""
+    """Return another cabin, at level 3 often with a price limit."""
     own = CABINS.index(booking["cabin"])
     higher = [cabin for cabin in CABINS[own + 1 :] if cabin_price(booking, cabin) > 0]
     lower = [cabin for cabin in CABINS[:own] if cabin_price(booking, cabin) < 0]

@@ -1,4 +1,4 @@
-"""The airline's flights: a timetable, the flights of each day, and the journeys that they make up."""
+"""The airline's flights: a timetable, the flights of each day, and journeys of several flights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FARES = ("light", "flex")
 AIRPORTS = ("Athens", "Dublin", "Helsinki", "Lisbon", "Oslo", "Prague", "Vienna", "Zurich")
 HUBS = ("Prague", "Zurich")
 DIRECT = {("Athens", "Vienna"), ("Dublin", "Lisbon"), ("Helsinki", "Oslo"), ("Dublin", "Oslo")}
-"""Pairs of airports with direct flights, besides those with a hub."""
+"""Pairs of airports with direct flights, in addition to routes with a hub."""
 SCHEDULED, FLOWN, LATE, CANCELLED = "scheduled", "flown", "flown late", "cancelled"
 FIRST_DAY, LAST_DAY = -26, 32
 """Days of the timetable, from today. No flight departs today."""
 STOPOVER = (45, 300)
-"""Minutes between two flights of a journey, at least and at most."""
+"""Minimum and maximum number of minutes between two flights of a journey."""
 DEPARTURES = {False: ((360, 600), (900, 1180)), True: ((360, 590), (630, 890), (920, 1180))}
-"""Minutes of the day between which flights depart, on routes of a hub and on others."""
+"""Range of departure times in minutes of the day, on routes of a hub and on other routes."""
 CAPACITY = {"economy": 40, "premium": 14, "business": 9}
 LEVEL = {"economy": 1.0, "premium": 1.7, "business": 2.8}
 """Prices of the cabins, relative to each other."""
@@ -78,7 +78,7 @@ def _flight(number: int, row: tuple[str, str, int, int], rng: random.Random) -> 
 
 
 def _prices(cabin: Cabin, minutes: int, rng: random.Random) -> dict[str, Any]:
-    """Return today's fares of a passenger in a cabin, and the seats that are left."""
+    """Return today's fares of a passenger in a cabin, and the remaining seats."""
     light = round((20 + minutes / 2) * LEVEL[cabin] * rng.uniform(0.75, 1.4)) * 100
     seats = 0 if rng.random() < 0.12 else rng.randrange(1, CAPACITY[cabin])
     return {"light": money(light), "flex": money(light + rng.randrange(2500, 7000, 50)), "seats": seats}
@@ -107,7 +107,7 @@ def connects(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def journeys(flights: Iterable[dict], origin: str, destination: str, stops: int) -> list[Journey]:
-    """Return the journeys of a day that are not cancelled, by departure: direct or with a connection.
+    """Return the journeys of a day without cancelled flights, by departure: direct or with a connection.
 
     Args:
         flights: The flights of the day.
@@ -131,10 +131,10 @@ def fare_of(journey: Journey, cabin: str, fare: str) -> int:
 
 
 def seats_of(journey: Journey, cabin: str) -> int:
-    """Return the seats that are left on all flights of a journey."""
+    """Return the seats that are free on all flights of a journey."""
     return min(flight["cabins"][cabin]["seats"] for flight in journey)
 
 
 def named(journey: Iterable[Any]) -> list[dict[str, str]]:
-    """Return the numbers and dates of a journey's flights, as the tools take them."""
+    """Return the numbers and dates of a journey's flights in the form of the tools."""
     return [{"flight": flight["flight"], "date": flight["date"]} for flight in journey]

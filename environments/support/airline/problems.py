@@ -1,4 +1,4 @@
-"""The problems of the airline: what a customer wants, how the desk answers, and what it must say."""
+"""The problems of the airline: requests of a customer, the desk's solution, and the facts to tell."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPENINGS = {
         "Please book a flight from {origin} to {destination}.",
     ),
 }
-"""Openings by the kind of a request, without the ``no_`` of those that the policy refuses."""
+"""Openings by the kind of a request, without the prefix ``no_`` of refused requests."""
 TOPICS = {
     **IDENTITY,
     "booking": r"(booking|reservation) (number|id|reference|code)|(which|what) (booking|reservation|trip)|"
@@ -111,7 +111,7 @@ class AirlineProblem(Problem):
         return OPENINGS[wish["kind"].removeprefix("no_")][self.data["style"]].format(**words)
 
     def _leg_name(self, booking: dict, wish: dict) -> str:
-        """Return how the customer names a leg: by the day, unless the day may be what it must be told."""
+        """Return how the customer names a leg: by the day, unless the day is a fact to be told."""
         leg = _leg(booking, wish)
         if self.data["style"] == 1 and not wish["kind"].endswith(("cancel", "credit")):
             return f"my flight to {leg['destination']} on {leg['flights'][0]['date']}"
@@ -312,7 +312,7 @@ class AirlineProblem(Problem):
         steps.append(ask("journey", f"When would you like to fly {route(leg)} instead?"))
 
     def _ask_cabin(self, wish, booking, facts, steps):
-        """Ask for the cabin and, if the customer sets a limit to the price, look up the fares."""
+        """Ask for the cabin and, if the customer has a price limit, look up the fares."""
         facts["cabin"] = f"{wish['cabin'].capitalize()}, please."
         steps.append(ask("cabin", f"Which cabin would you like for booking {booking['booking_id']}?"))
         if "limit" in wish:
@@ -336,7 +336,7 @@ class AirlineProblem(Problem):
         steps.append(ask("name", text))
 
     def _payment(self, wish, booking, facts, steps, needed=True, what="") -> str:
-        """Return the id of the wanted payment method; if it is not needed, that of the booking."""
+        """Return the id of the wanted payment method, or of the booking's method if none is needed."""
         facts["payment"] = f"Please use my {wish['payment']}."
         if not needed:
             return booking["payment_id"]
@@ -370,7 +370,7 @@ def numbers(journey: Journey) -> list[str]:
 
 
 def route(leg: dict) -> str:
-    """Return where a leg goes, in words."""
+    """Return the route of a leg in words."""
     return f"from {leg['origin']} to {leg['destination']}"
 
 
@@ -380,13 +380,13 @@ def paid(amount: int) -> str:
 
 
 def change_price(booking: dict, leg: dict, journey: Journey) -> int:
-    """Return what other flights of a leg cost all passengers, in cents."""
+    """Return the price of other flights of a leg for all passengers, in cents."""
     fare = fare_of(journey, booking["cabin"], booking["fare"])
     return (fare - cents(leg["paid"])) * len(booking["passengers"])
 
 
 def cabin_price(booking: dict, cabin: str) -> int:
-    """Return what another cabin costs all passengers on all legs, in cents."""
+    """Return the price of another cabin for all passengers on all legs, in cents."""
     flights = AIRLINE["flights"]
     legs = [[flights[f"{f['flight']} {f['date']}"] for f in leg["flights"]] for leg in booking["legs"]]
     new = sum(fare_of(journey, cabin, booking["fare"]) for journey in legs)
@@ -395,7 +395,7 @@ def cabin_price(booking: dict, cabin: str) -> int:
 
 
 def find_journey(wish: dict[str, Any], leg: dict, terms: dict) -> Journey | None:
-    """Return the journey that a customer wants; None if there is none, or more than one.
+    """Return the journey that a customer wants, or None if there is no such journey or more than one.
 
     Args:
         wish: The date, the numbers of stops to consider, and conditions.
@@ -432,7 +432,7 @@ def _only_least(ranked: list[tuple[Any, Journey]]) -> Journey | None:
 
 
 def journey_text(wish: dict[str, Any]) -> str:
-    """Return how a customer says which journey it wants."""
+    """Return the customer's description of the wanted journey."""
     start = f"On {wish['date']}"
     if "flights" in wish:
         subject = "flight" if len(wish["flights"]) == 1 else "flights"
@@ -457,7 +457,7 @@ def listed(parts: list[str]) -> str:
 
 
 def _people_text(customer: dict, passengers: list[dict]) -> str:
-    """Return who travels with the customer, with the dates of birth that the desk does not have."""
+    """Return the customer's companions, with the dates of birth that the desk does not have."""
     others = [person for person in passengers if person["name"] != customer["name"]]
     if not others:
         return "Just me."

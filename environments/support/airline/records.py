@@ -20,7 +20,7 @@ BAG_PRICE, INSURANCE_PRICE, NAME_PRICE = 30_00, 15_00, 25_00
 """Prices in cents: of a bag on a leg, of a passenger's insurance, and of a corrected name."""
 FREE_BAGS = {"economy": 0, "premium": 1, "business": 2}
 MORE_FREE_BAGS = {"basic": 0, "silver": 1, "gold": 2}
-"""Free bags of a passenger, by the cabin and by the tier of the customer, which add up."""
+"""Free bags of a passenger, by the cabin and by the tier of the customer. Both numbers are added."""
 CARDS = ("credit card", "debit card")
 CREDIT = "travel credit"
 
@@ -114,14 +114,14 @@ class _Tables:
         }
 
     def _days(self) -> list[int]:
-        """Return the days of one or two legs, from today: never today itself."""
+        """Return the days of one or two legs, counted from today, but never today itself."""
         rng = self.rng
         first = rng.choices((rng.randrange(-20, 0), rng.randrange(1, 3), rng.randrange(4, 24)), (6, 3, 9))[0]
         second = first + rng.randrange(2, 8)
         return [first, second + (second == 0)][: rng.randrange(1, 3)]
 
     def _legs(self, days: list[int]) -> list[dict]:
-        """Return legs there and back. Those of the past are direct, and were flown if there are two."""
+        """Return legs there and back. Past legs are direct, and were flown if there are two."""
         origin, destination = self.rng.sample(AIRPORTS, 2)
         legs = []
         for number, when in enumerate(days, start=1):
@@ -134,14 +134,14 @@ class _Tables:
         return legs
 
     def _flights(self, origin: str, destination: str, when: int) -> Journey | None:
-        """Return flights of a day, cancelled or not; None if there are none."""
+        """Return flights of a day, cancelled or not, or None if there are none."""
         flights = self.by_day[day(when)]
         direct = [[f] for f in flights if (f["origin"], f["destination"]) == (origin, destination)]
         found = direct or (when > 0 and journeys(flights, origin, destination, 1))
         return self.rng.choice(found) if found else None
 
     def _booked(self, first: int) -> datetime:
-        """Return when a booking was made: about a fifth of those to come in the last two days."""
+        """Return the time of a booking. A fifth of bookings with future legs are from the last two days."""
         rng = self.rng
         if first > 0 and rng.random() < 0.25:
             hours = rng.choice((rng.randrange(2, 23), rng.randrange(25, 47)))

@@ -1,4 +1,4 @@
-"""The policy as functions: what it allows, and the dates and amounts that customers must be told."""
+"""The policy as functions: permissions, and the dates and amounts that customers must be told."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .flights import CANCELLED, LATE, SCHEDULED, key_of
 from .records import MINUTE, NOW, free_bags, was_flown
 
 FREE_HOURS = 24
-"""Hours after the booking in which any booking can be cancelled."""
+"""Any booking can be cancelled within this many hours."""
 BAG_DAYS = 3
-"""Days before the first departure up to which bags can be added."""
+"""Bags can be added until this many days before the first departure."""
 LONG_DELAY = 180
-"""Minutes of a delay from which there is compensation."""
+"""Minimum delay for a compensation, in minutes."""
 COMPENSATION = {CANCELLED: 120_00, LATE: 60_00}
-"""Cents for each passenger, by the status of the leg."""
+"""Compensation in cents for each passenger, by the status of the leg."""
 COVERED = ("illness", "death in the family")
 """Reasons for which an insured booking can be cancelled."""
 _A_DAY_AGO = (NOW - timedelta(hours=FREE_HOURS)).strftime(MINUTE)
@@ -70,7 +70,7 @@ def can_move(booking: dict, leg: dict) -> bool:
 
 
 def free_of(booking: dict, customer: dict, more: Mapping[str, int]) -> int:
-    """Return how many of a booking's new bags are free.
+    """Return the number of a booking's new bags that are free.
 
     Args:
         booking: The booking, before the bags are added.
@@ -91,7 +91,7 @@ def delay_of(flights: Mapping[str, Any], leg: dict) -> int:
 
 
 def is_eligible(booking: dict, customer: dict) -> bool:
-    """Return True if there is compensation for a booking at all."""
+    """Return True if a booking is eligible for compensation."""
     return customer["tier"] != "basic" or booking["insured"]
 
 

@@ -1,4 +1,4 @@
-"""The problems of the shop: what a customer wants, how the desk answers, what the customer must be told."""
+"""The problems of the shop: requests of a customer, the desk's solution, and the facts to tell."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ShopProblem(Problem):
         return steps
 
     def customer_needed(self, order: dict) -> bool:
-        """Return True if the desk must know more of the customer than the id: a member has more time."""
+        """Return True if the desk needs more than the customer's id, because a member has more time."""
         return order.get("status") == DELIVERED
 
     def _cancel(self, wish, order, items, facts, steps):
@@ -194,7 +194,7 @@ class ShopProblem(Problem):
 
 
 def _wanted(product: dict, item: dict, wish: dict) -> dict | None:
-    """Return the variant that a customer wants: the cheapest in stock that fits, if it is the only such."""
+    """Return the variant that a customer wants: the cheapest matching one in stock, if it is unique."""
     fitting = [
         variant
         for variant in product["variants"]
@@ -225,7 +225,7 @@ def problems(split: str, level: int) -> Problems:
 
 
 def _can_ask(customer: dict) -> bool:
-    """Return True if a customer has orders for endlessly many problems: a pending and a delivered one."""
+    """Return True if a customer has orders for any number of problems: a pending and a delivered one."""
     orders = [SHOP["orders"][name] for name in customer["orders"]]
     clear = {
         order["status"] for order in orders if any(_is_unique(item, customer) for item in order["items"])
@@ -234,7 +234,7 @@ def _can_ask(customer: dict) -> bool:
 
 
 def draw(customer_id: str, level: int, rng: random.Random) -> list[dict] | None:
-    """Return requests that do not touch the same order; None if the customer has no orders for them."""
+    """Return requests about different orders, or None if the customer has no orders for them."""
     customer = SHOP["customers"][customer_id]
     count = 1 if level < 3 else rng.randrange(2, 4)
     orders = [SHOP["orders"][name] for name in customer["orders"]]
@@ -265,7 +265,7 @@ def _suits(kind: str, order: dict, customer: dict) -> bool:
 
 
 def _fill(kind: str, order: dict, customer: dict, level: int, rng: random.Random) -> dict | None:
-    """Return a request about an order; None if it would not be clear or not possible."""
+    """Return a request about an order, or None if it would be ambiguous or impossible."""
     items = [item for item in order["items"] if _is_unique(item, customer)]
     if not items:
         return None
@@ -291,13 +291,13 @@ def _fill(kind: str, order: dict, customer: dict, level: int, rng: random.Random
 
 
 def _is_unique(item: dict, customer: dict) -> bool:
-    """Return True if a customer has bought a product only once, so that its name tells the order."""
+    """Return True if a customer has bought a product only once, so that its name identifies the order."""
     bought = [i["name"] for name in customer["orders"] for i in SHOP["orders"][name]["items"]]
     return bought.count(item["name"]) == 1
 
 
 def _variant(level: int, rng: random.Random) -> dict:
-    """Return what a customer wants instead: one variant, or at level 3 a condition."""
+    """Return the wanted replacement: one variant, or at level 3 a condition."""
     if level < 3:
         return {"colour": rng.choice(COLOURS), "size": rng.choice(SIZES)}
     if rng.random() < 0.5:

@@ -19,11 +19,11 @@ PRODUCTS = (
 )  # fmt: skip
 PENDING, SHIPPED, DELIVERED = "pending", "shipped", "delivered"
 RETURN_DAYS = {False: 30, True: 60}
-"""Days after the delivery in which goods go back, by membership."""
+"""Number of days after the delivery for returns, by membership."""
 
 
 def last_day(order: dict, customer: dict) -> str:
-    """Return the last day on which the items of a delivered order go back."""
+    """Return the last day for returning the items of a delivered order."""
     delivered = date.fromisoformat(order["delivered_on"])
     return (delivered + timedelta(days=RETURN_DAYS[customer["member"]])).isoformat()
 

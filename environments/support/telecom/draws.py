@@ -14,9 +14,9 @@ PAYMENTS = ("card", "bank account")
 ON_PHONE = ("phone", "trouble", "both")
 """Kinds of requests about the phone that the customer has at hand."""
 PHONE_SHARE = {1: 0.25, 2: 0.5, 3: 0.7}
-"""The share of draws with such a request, by level. Some of them are not possible and drawn again."""
+"""Share of draws with such a request, by level. Some of them are impossible and drawn again."""
 ACCOUNT_FAULTS = ("calls", "abroad", "slow")
-"""Complaints that an account can cause: a suspended line, roaming that is off, data that are used up."""
+"""Complaints that an account can cause: a suspended line, disabled roaming, used-up data."""
 
 
 def overdue(line: dict) -> list[dict]:
@@ -35,7 +35,7 @@ def state_of(line: dict) -> str:
 
 
 def new_plan(wish: dict, line: dict) -> dict | None:
-    """Return the plan that a customer wants; None if the line has it already or no plan fits."""
+    """Return the plan that a customer wants, or None if the line already has it or no plan fits."""
     if "plan_id" in wish:
         fitting = [TELECOM["plans"][wish["plan_id"]]]
     else:
@@ -49,12 +49,12 @@ def new_plan(wish: dict, line: dict) -> dict | None:
 
 
 def wanted_gb(wish: dict, line: dict) -> int:
-    """Return the GB that are missing for what a customer wants."""
+    """Return the missing GB for a customer's wish."""
     return wish["gb"] if "gb" in wish else wish["left"] - data_left(line)
 
 
 def draw(customer_id: str, kinds: Sequence[str], level: int, rng: random.Random) -> list[dict] | None:
-    """Return requests about different lines; None if the customer has no lines for them."""
+    """Return requests about different lines, or None if the customer has no lines for them."""
     customer = TELECOM["customers"][customer_id]
     lines = [TELECOM["lines"][line["number"]] for line in customer["lines"]]
     wishes: list[dict] = []
@@ -68,7 +68,7 @@ def draw(customer_id: str, kinds: Sequence[str], level: int, rng: random.Random)
             return None
         wishes.append({"kind": kind, "line": wish.pop("line"), **wish})
     if any("place" in wish for wish in wishes) and any("roaming" in wish.values() for wish in wishes):
-        return None  # a customer who is abroad does not say that it will go abroad
+        return None  # a customer who is abroad does not announce a journey abroad
     return wishes
 
 
@@ -97,7 +97,7 @@ def _plan(kind: str, line: dict, level: int, rng: random.Random) -> dict | None:
 
 
 def _is_too_cheap(wish: dict, line: dict) -> bool | None:
-    """Return True if the line has a dearer plan until the end of a minimum term; None for its own plan."""
+    """Return True if the line has a costlier plan until the end of a minimum term, or None for its own."""
     if (plan := new_plan(wish, line)) is None:
         return None
     price = TELECOM["plans"][line["plan_id"]]["price"]
@@ -202,7 +202,7 @@ def _on_phone(kind: str, line: dict, level: int, rng: random.Random) -> dict | N
     if not fitting:
         return None
     count = 0 if kind == "trouble" else 2 if kind == "phone" and level == 3 and rng.random() < 0.5 else 1
-    # Each setting is as often wrong as the others, so that no answer is right more often.
+    # Each setting is wrong equally often, so that no answer is right more often than others.
     setting = rng.choice(
         list({setting: None for complaint in fitting for setting in TROUBLES[complaint].wrong})
     )
@@ -220,7 +220,7 @@ def _on_phone(kind: str, line: dict, level: int, rng: random.Random) -> dict | N
 
 
 def _account_fault(complaint: str, line: dict) -> bool | None:
-    """Return True if the account causes a complaint, and False if it causes none; None if it is not clear."""
+    """Return True if the account causes a complaint, False if it does not, or None if it is ambiguous."""
     state = state_of(line)
     if complaint == "calls" and state == "unpaid":
         return True
@@ -232,12 +232,12 @@ def _account_fault(complaint: str, line: dict) -> bool | None:
 
 
 def _state(complaint: str, faults: Sequence[str], rng: random.Random) -> State:
-    """Return the settings of a phone: faults, and settings of the customer's own taste."""
+    """Return the settings of a phone: faults, and personal settings of the customer."""
     trouble = TROUBLES[complaint]
     state = {**RIGHT, **trouble.settings, "Wi-Fi calling": rng.choice(("on", "off"))}
     tastes = {"data saver": ("on",), "VPN": ("on",), "network mode": ("3G", "4G")}
     free = [setting for setting in tastes if setting not in trouble.settings]
-    # Whoever changes all settings that the policy names damages one of these, or turns on roaming at home.
+    # An agent that changes all settings in the policy damages one of these, or turns on roaming at home.
     for setting in rng.sample(free, rng.randrange(1, len(free) + 1) if free else 0):
         state[setting] = rng.choice(tastes[setting])
     for setting in faults:

@@ -1,4 +1,4 @@
-"""Understanding: the uses of a phone that a message of the desk asks for."""
+"""Understanding: the uses of a phone that a message of the desk requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device import Use
 from .records import ACCESS_POINT
 
 MAX_HEARD = 2_000
-"""Characters of a message that the customer reads. Longer ones would take too much time to search."""
+"""Maximum number of characters of a message that the customer reads. Longer ones would be slow to search."""
 _SETTINGS = {
     "airplane mode": r"\b(?:air|aero)plane\b(?:[- ]mode)?|\bflight[- ]mode",
     "data roaming": r"\b(?:mobile )?(?:data )?(?:international )?roaming\b",
@@ -38,7 +38,7 @@ _ENDS_SWITCHED = re.compile(r"\b(on|off|enabled|disabled)[^\w?]*$")
 _NOT_ASKED = re.compile(
     r"\b(?:should|shall|may|can|could) (?:i|we)\b(?! ask)|\bwould you like\b|\bdo you want\b|\bgo ahead\b"
 )
-"""Words of a sentence on what the desk itself might do."""
+"""Words of a sentence about the desk's own actions."""
 _IF_IT_FAILS = re.compile(
     r"\bif (?:(?:it|that|this|the (?:problem|internet|service|phone))(?: still)? "
     r"(?:does not|doesn't|did not|didn't|fails|is (?:still|not working)|isn't working|persists|remains)"
@@ -108,7 +108,7 @@ _NAME = re.compile(r"\b[a-z0-9-]{2,}(?:\.[a-z0-9-]{2,})+\b")
 
 
 def understand(messages: Sequence[str]) -> list[Use]:
-    """Return the uses that the last of some messages asks for: changes, looks, a restart and a test."""
+    """Return the uses that the last of some messages requests: changes, looks, a restart and a test."""
     uses: list[Use] = []
     end: list[Use] = []
     last, act, tested = _last_setting(messages[:-1]), "", False
@@ -141,7 +141,7 @@ def understand(messages: Sequence[str]) -> list[Use]:
 
 
 def _once(uses: Sequence[Use]) -> list[Use]:
-    """Return the uses without repetitions, and without looks at settings that are changed as well."""
+    """Return the uses without repetitions, and without looks at settings that are also changed."""
     changed = [given["setting"] for name, given in uses if name == "change"]
     kept: list[Use] = []
     for name, given in uses:
@@ -170,7 +170,7 @@ def _name(match: re.Match[str]) -> str:
 
 
 def _parts(sentence: str, last: str | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the parts of a sentence with one setting each; None for a sentence that is about none."""
+    """Yield the parts of a sentence with one setting each. Yield None if it is about no setting."""
     found = [(match.start(), match.end(), _name(match)) for match in _MENTION.finditer(sentence)]
     if _SIM_ORDER.search(sentence):
         found = [mention for mention in found if mention[2] != "SIM card"]
@@ -191,7 +191,7 @@ def _parts(sentence: str, last: str | None) -> Iterator[tuple[str, str | None]]:
 
 
 def _act(text: str, setting: str | None, question: bool, before: str) -> tuple[list[Use], str]:
-    """Return the uses that a part of a sentence asks for, and its act, which the next part may share.
+    """Return the uses that a part of a sentence requests, and its act, which the next part can share.
 
     An act is "on", "off", "look" or "".
     """
@@ -224,7 +224,7 @@ def _is_told(pattern: re.Pattern[str], text: str) -> bool:
 
 
 def _by_customer(before: str) -> bool:
-    """Return True if the customer is to do what follows: nobody else does, and it is not in the past."""
+    """Return True if the next words are a request to the customer, not about others or the past."""
     people = re.findall(r"\b(?:i|we|me|you)\b", before)
     if people and people[-1] != "you":
         return False
@@ -234,7 +234,7 @@ def _by_customer(before: str) -> bool:
 
 
 def _switched(text: str, question: bool) -> str:
-    """Return "on" or "off" if a text tells the customer to switch; the last of several."""
+    """Return "on" or "off" if a text requests a switch, or the last of several."""
     found = []
     for pattern in _CHANGES:
         for match in pattern.finditer(text):
@@ -247,7 +247,7 @@ def _switched(text: str, question: bool) -> str:
 
 
 def _chosen(text: str, setting: str, question: bool) -> str:
-    """Return the value that a text tells the customer to choose; "" for none."""
+    """Return the value that a text tells the customer to choose, or "" for none."""
     verbs = [
         match
         for match in _SET.finditer(text)

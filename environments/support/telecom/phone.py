@@ -1,4 +1,4 @@
-"""The customer's phone, which the desk does not see."""
+"""The customer's phone, which is hidden from the desk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "network selection": ("automatic", "manual"),
     "network mode": MODES,
 }
-"""The values that can be chosen, if they are not "on" and "off" or any text."""
+"""The possible values of settings that are not "on" and "off" or any text."""
 RIGHT: State = {
     "airplane mode": "off",
     "SIM card": "in place",
@@ -48,11 +48,11 @@ class Trouble(NamedTuple):
     """A complaint about a phone."""
 
     settings: dict[str, str]
-    """The settings that can cause it and their right values, in the order in which the desk asks."""
+    """The settings that can cause it and their right values, in the order of the desk's questions."""
     wrong: dict[str, tuple[str, ...]]
-    """The values of a fault."""
+    """The faulty values."""
     still: str
-    """The customer's words if the trouble is still there."""
+    """The customer's words if the problem still exists."""
 
 
 _DATA = {"mobile data": "on", "access point": ACCESS_POINT}
@@ -108,12 +108,12 @@ def seen(setting: str, value: str) -> str:
 
 
 class Phone(Device):
-    """The phone of a customer, and what the customer can do with it.
+    """The phone of a customer, and the customer's possible actions.
 
     Args:
         state: Its settings before the dialogue.
-        complaint: The complaint, as a key of TROUBLES; "" if there is none.
-        account: Returns the line of the phone as it is in the operator's records.
+        complaint: The complaint, as a key of TROUBLES, or "" if there is none.
+        account: Returns the line of the phone in the operator's records.
         abroad: True if the customer is abroad.
     """
 

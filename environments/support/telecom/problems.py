@@ -1,4 +1,4 @@
-"""The problems of the operator: what customers want, how the desk answers, what they must be told."""
+"""The problems of the operator: requests of customers, the desk's solution, and the facts to tell."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OPENINGS = {
     ),
 }
 WISHES = {"cheaper": "plan", "late": "refund", "ended": "resume"}
-"""The request that a refusal refuses, by its kind."""
+"""The request in the words of a refusal, by its kind."""
 ASK = {
     "plan": "Which plan would you like for your {label}?",
     "amount": "How many GB should I add for your {label}?",
@@ -211,7 +211,7 @@ class TelecomProblem(Problem):
         )
 
     def _add_data(self, gb: int, line: dict, steps: list[Step]) -> str:
-        """Add the steps that add data, and return the message on them."""
+        """Add the steps that add data, and return the message about them."""
         steps += [call("list_plans"), call("add_data", number=line["number"], gb=gb)]
         return f"I have added {gb} GB to the line of your {line['label']}. They cost {price_of(gb, line)}."
 
@@ -265,7 +265,7 @@ class TelecomProblem(Problem):
         steps.append(tell(text, plan_of(line)["abroad"]["price_per_day"]))
 
     def _turn_on_roaming(self, line: dict, steps: list[Step]) -> str:
-        """Add the steps that turn on roaming, and return the message on them."""
+        """Add the steps that turn on roaming, and return the message about them."""
         steps += [call("list_plans"), call("set_roaming", number=line["number"], on=True)]
         price = plan_of(line)["abroad"]["price_per_day"]
         return f"Roaming is now on for the line of your {line['label']}. It costs {price} a day."
@@ -325,7 +325,7 @@ class TelecomProblem(Problem):
         ]
 
     def _phone(self, wish, line, facts, steps):
-        """Mend the fault of the account, if there is one, then those of the phone."""
+        """Fix the fault of the account, if there is one, and then the faults of the phone."""
         settings = TROUBLES[wish["complaint"]].settings
         faults = faults_of(wish)
         facts["place"] = f"I am in {wish['place']}." if "place" in wish else "I am at home."
@@ -345,7 +345,7 @@ class TelecomProblem(Problem):
         steps.append(tell(" ".join(part for part in (done, last, "Does it work now?") if part), fact))
 
     def _mend_account(self, wish, line, facts, steps) -> tuple[str, str]:
-        """Add the steps that mend the fault of an account; return the message on them and its fact."""
+        """Add the steps that fix the fault of an account. Return the message about them and its fact."""
         if wish["complaint"] == "abroad":
             steps.append(call("get_bills", number=line["number"]))
             return self._turn_on_roaming(line, steps), plan_of(line)["abroad"]["price_per_day"]
@@ -362,7 +362,7 @@ class TelecomProblem(Problem):
 
 
 def faults_of(wish: dict) -> list[str]:
-    """Return the settings of a phone that cause the complaint, in the order in which the desk asks."""
+    """Return the settings of a phone that cause the complaint, in the order of the desk's questions."""
     settings = TROUBLES[wish["complaint"]].settings
     return [setting for setting, value in settings.items() if wish["phone"][setting] != value]
 
@@ -383,7 +383,7 @@ def total_of(bills: Sequence[dict]) -> str:
 
 
 def plan_text(wish: dict) -> str:
-    """Return what a customer says of the plan that it wants."""
+    """Return the customer's description of the wanted plan."""
     if "plan_id" in wish:
         return f"I would like the plan {TELECOM['plans'][wish['plan_id']]['name']}."
     abroad = " that includes use abroad" if wish["abroad"] else ""
@@ -391,14 +391,14 @@ def plan_text(wish: dict) -> str:
 
 
 def data_text(wish: dict) -> str:
-    """Return what a customer says of the data that it wants."""
+    """Return the customer's description of the wanted data."""
     if "left" in wish:
         return f"I want to have exactly {wish['left']} GB left this month. Please add what is missing."
     return f"Please add {wish['gb']} GB."
 
 
 def as_part(sentence: str) -> str:
-    """Return a sentence as it continues another one."""
+    """Return a sentence in the form that continues another sentence."""
     return sentence if sentence.startswith(("SIM", "VPN", "Wi-Fi")) else sentence[0].lower() + sentence[1:]
 
 
@@ -408,5 +408,5 @@ def problems(split: str, level: int) -> Problems:
 
 
 def draw_kinds(customer_id: str, level: int, rng) -> list[dict] | None:
-    """Return requests of a customer; None if a draw is not possible."""
+    """Return requests of a customer, or None if a draw is impossible."""
     return draw(customer_id, KINDS[level], level, rng)

@@ -14,7 +14,7 @@ NEXT_MONTH = "2026-07-01"
 ACTIVE, SUSPENDED, PAID, OVERDUE = "active", "suspended", "paid", "overdue"
 MONTHS = {"2026-03": "March", "2026-04": "April", "2026-05": "May"}
 REFUND_DAYS = 60
-"""Days after the due date of a bill in which an item can be refunded."""
+"""Number of days after the due date of a bill in which an item can be refunded."""
 OWN_PHONE = "own phone"
 PHONES = (
     "work phone", "second phone", "daughter's phone", "son's phone", "mother's phone", "father's phone",
@@ -52,13 +52,13 @@ def last_refund_day(bill: dict) -> str:
 
 
 def data_left(line: dict) -> int:
-    """Return the GB that a line has left this month."""
+    """Return the remaining GB of a line in this month."""
     data = line["data"]
     return data["allowance_gb"] + data["added_gb"] - data["used_gb"]
 
 
 def double_item(bill: dict) -> dict | None:
-    """Return the item that a bill has twice; None if it has none."""
+    """Return the item that a bill has twice, or None if there is no such item."""
     seen = set()
     for item in bill["items"]:
         if (key := (item["text"], item["amount"])) in seen:

@@ -180,7 +180,7 @@ class TelecomTools(DeskTools):
         return self._answer("order_sim", given, self._keep(number, line))
 
     def line(self, number: str) -> dict:
-        """Return a line as it is in this episode. Raises ToolError if there is none."""
+        """Return a line in this episode. Raises ToolError if it does not exist."""
         return self._existing("lines", number)
 
     def _bill(self, bill_id: str) -> dict:
