@@ -179,7 +179,7 @@ def _birthday(rng: random.Random, start: int, end: int) -> str:
 
 
 def _misspell(passengers: list[dict], rng: random.Random) -> dict[str, dict[str, str]]:
-    """Misspell the name of a passenger. Returns the right name, by the wrong one."""
+    """Misspell the name of a passenger. Return the right name by the wrong name."""
     passenger = rng.choice(passengers)
     right = passenger["name"]
     part = rng.choice(("first", "last"))
