@@ -334,7 +334,7 @@ def test_preset_for_tokens_of_the_trained_policy_notes_older_samplers(config_fil
     (note,) = load_config(config_file, chosen).notes
     (crossed,) = load_config(config_file, [*chosen, "rollout.stale.fraction=0.25"]).notes
     assert synchronous.notes == []
-    assert "older policies sample too (rollout.max_staleness = 1)" in note
+    assert "older policies also sample (rollout.max_staleness = 1)" in note
     assert crossed.endswith(
         "set rollout.max_staleness = 0 and rollout.stale.fraction = 0, or algorithm.region = 'clip'"
     )
