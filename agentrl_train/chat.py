@@ -455,7 +455,7 @@ class ChatFormat:
             taken.append(self._form)
             if end := self._stop_in(last) or self._stop_in(middle):
                 return end[0]
-            # An added token that is not special may close the call itself.
+            # An added token that is not special can close the call itself.
             if special := self._special.findall(last)[-1:] or self._special.findall(middle)[:1]:
                 self._stops[special[0]] = self._id_of(special[0])
                 return str(special[0])

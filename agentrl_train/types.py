@@ -569,7 +569,7 @@ class Threads:
     """Divides CPU threads among the parts that compute at the same time. A single part gets all threads.
 
     Args:
-        count: number of threads; None leaves their number as it is.
+        count: number of threads; None does not change their number.
     """
 
     def __init__(self, count: int | None = None) -> None:

@@ -105,9 +105,9 @@ def evidence(name: str) -> str:
         final, change = variant["final"], variant["difference"]["area"]
         paired = adjusted = ""
         if variant["name"] != found["baseline"] and change is None:
-            paired = "other tasks"
+            paired = "not compared"
         elif variant["name"] != found["baseline"]:
-            paired = f"{_shares(change, sign='+')}<br>above in {change['above']} of {change['n']}"
+            paired = f"{_shares(change, sign='+')}<br>larger in {change['above']} of {change['n']} seeds"
             adjusted = f"{change['p_holm']:.2g}" if change["p_holm"] >= 1e-3 else "< 0.001"
         area, success = (_shares(final[key]) for key in ("area", "success"))
         greedy = f"{100 * final['greedy']['mean']:.1f}" if final["greedy"] else ""

@@ -271,7 +271,7 @@ class PrefixIndex(Generic[T]):
     def alike(self, owner: T, context: Sequence[int]) -> Iterator[T]:
         """Iterate over the other owners whose contexts begin like this one, the longest beginnings first.
 
-        Hashes may collide: compare the tokens.
+        Hashes can collide, so compare the tokens.
         """
         seen = {owner}
         for beginning in reversed(list(_hashes(context))):

@@ -112,7 +112,7 @@ class Judge:
     def _asked(self, digest: str, done: asyncio.Task[float]) -> None:
         self._asking.pop(digest)
         if not done.cancelled():
-            done.exception()  # no episode may wait for it any more
+            done.exception()  # it is possible that no episode waits for it any more
 
     async def _ask(self, text: str, digest: str) -> float:
         answer = ""

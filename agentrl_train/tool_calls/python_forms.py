@@ -88,7 +88,7 @@ def python_value(text: str) -> Any:
     """Return the JSON value of a Python literal, such as ``{'a': None}``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a literal.
     """
     try:
         with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def _literal(node: ast.expr) -> Any:
     """Return the JSON value of a literal.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the node is not a literal.
     """
     match node:
         case ast.Constant(value=str() as text):

@@ -9,7 +9,7 @@ Pure bookkeeping without clocks or tasks; the loop calls it from one thread::
 A step trains P groups. S is the allowed staleness and W the look-ahead. Groups are ranked in the order of
 admission, not counting dropped groups. At step t (t steps are trained):
 
-- a group of rank r may start if ``r < (t + 1 + S) P``: it occupies a slot from admission until it is trained;
+- a group of rank r can start if ``r < (t + 1 + S) P``: it occupies a slot from admission until it is trained;
 - the trainer takes any P finished groups of rank ``r < (t + 1) P + W - 1``, oldest first;
 - a group of rank ``r < (t + 1 - C) P``, ``C = ceil((W - 1) / P)``, is due: the trainer waits for it.
 

@@ -64,7 +64,7 @@ class Loop:
 
     Args:
         actor: plays groups.
-        window: decides which sample may start and which groups may be trained.
+        window: decides which samples can start and which groups can be trained.
         journal: keeps every finished group until a checkpoint holds it.
         group_size: siblings per group.
         seed: seed of the run.
