@@ -206,7 +206,7 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
         (without_reward, "ended without a reward"),
         (without_call, "ended without an answer from the model"),
         (impatient, "ended without an answer from the model"),
-        (not_a_number, "no reward"),
+        (not_a_number, "not a reward"),
         (command("ask('x'); print('oh no', file=sys.stderr); sys.exit(3)"), "exited with status 3: oh no"),
         (command("ask('x'); raise ValueError('broken')"), "ValueError: broken"),
         (command("import time; time.sleep(600)"), "got no answer from the model within 2 s"),

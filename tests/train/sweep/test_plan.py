@@ -81,7 +81,7 @@ def test_runs_at_a_time_share_the_cores(
         ('presets = ["grpo"]\nseeds = [1, 1]', "has duplicates"),
         ('presets = ["grpo"]\nseeds = [-1]', "greater than or equal to 0"),
         ('presets = ["grpo", "grpo"]', "two variants are called 'grpo'"),
-        ('presets = ["grpo"]\nbaseline = "rloo"', "baseline = 'rloo' is none of grpo"),
+        ('presets = ["grpo"]\nbaseline = "rloo"', "baseline = 'rloo' is not one of grpo"),
         ('presets = ["grpo"]\nprocess = 2', "did you mean processes?"),
         ('presets = ["grpp"]', "variant grpp of"),
         ('presets = ["grpo"]\n[variants."a/b"]\nrun.steps = 1', "variants.a/b"),
