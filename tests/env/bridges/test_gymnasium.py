@@ -194,7 +194,7 @@ def test_rendering_may_be_a_stream_or_nothing():
         ("gym:CartPole-v1#nothing", "there is no renderer 'nothing'"),
         ("gym:CartPole-v1#math:pi", "is not a function"),
         (f"gym:{TOY}:Graph-v0", "has no JSON form"),
-        (f"gym:{TOY}:Numbered-v0", "the key 0 is no text"),
+        (f"gym:{TOY}:Numbered-v0", "the key 0 is not a text"),
         (f"gym:{TOY}:Huge-v0", "1,000 numbers"),
     ],
 )
