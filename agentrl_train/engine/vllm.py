@@ -34,6 +34,9 @@ from agentrl_train.engine.transfer import Held, lost_push, mismatch
 from agentrl_train.errors import ConstraintError
 from agentrl_train.types import SamplingParams as Requested
 
+GRAMMAR_PROCESSOR = "agentrl_train.engine.vllm_worker:GrammarProcessor"
+SPECULATIVE = "speculative_config"
+"""Argument of vLLM with which it takes no processors of logits."""
 PREFILL_TOKENS = 4096
 """Token budget of one step on a CPU, without chunked prompts (see ``engine_arguments``)."""
 
@@ -97,6 +100,8 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": whole,
         }
+    if SPECULATIVE not in options.args:
+        chosen["logits_processors"] = [GRAMMAR_PROCESSOR]
     if options.transfer != "memory":
         chosen["weight_transfer_config"] = WeightTransferConfig(backend=options.transfer)
     return AsyncEngineArgs(
@@ -109,7 +114,6 @@ def engine_arguments(options: ServingOptions) -> AsyncEngineArgs:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         worker_extension_cls="agentrl_train.engine.vllm_worker.WeightReceiver",
-        logits_processors=["agentrl_train.engine.vllm_worker:GrammarProcessor"],
         enable_sleep_mode=options.sleeps,
         **{"gpu_memory_utilization": 0.9, "enable_prefix_caching": True} | chosen | dict(options.args),
     )
@@ -122,6 +126,7 @@ class Server:
         self._engine = engine
         self._stats = stats
         self._stop = list(options.stop_token_ids)
+        self._speculative = SPECULATIVE in options.args
         self._version = options.policy_version
         self._held: Held | None = None
         self._grammars: Grammars | None = None
@@ -182,6 +187,11 @@ class Server:
         return answer
 
     def _matcher(self, grammar: str) -> Matcher:
+        if self._speculative:
+            raise ConstraintError(
+                "vLLM cannot follow a grammar with speculative decoding: remove "
+                f"engine.vllm.args.{SPECULATIVE}"
+            )
         if self._grammars is None:
             self._grammars = Grammars.of_vllm(self._engine.model_config, self._stop)
         return self._grammars.start(grammar)

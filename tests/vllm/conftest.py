@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -67,6 +68,7 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
         model: Path = model_folder,
         kv_gib: float = 0.0625,
         max_context: int = MAX_CONTEXT,
+        args: Mapping[str, object] = MappingProxyType({}),
         **settings: object,
     ) -> EnginePool:
         options = ServingOptions(
@@ -74,7 +76,7 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
             stop_token_ids=[STOP],
             max_sessions=16,
             max_context=max_context,
-            args={"kv_cache_memory_bytes": int(kv_gib * 2**30)},
+            args={"kv_cache_memory_bytes": int(kv_gib * 2**30), **args},
         )
         return EnginePool(
             options, **{"python": python, "deadline_s": 60.0 + START_S, "start_s": START_S, **settings}

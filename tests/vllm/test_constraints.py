@@ -97,3 +97,21 @@ def test_constraint_that_the_tokens_cannot_write_fails_its_request_alone(
         asyncio.run(played())
     finally:
         asyncio.run(engine.close())
+
+
+@pytest.mark.extended
+def test_engine_that_speculates_refuses_grammars_and_serves_other_requests(
+    start_engine: Callable[..., EnginePool],
+) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    engine = start_engine(args={"speculative_config": speculative})
+
+    async def played() -> None:
+        with pytest.raises(ConstraintError, match=r"remove engine\.vllm\.args\.speculative_config"):
+            await complete(engine, "a")
+        assert (await complete(engine, "a", grammar="")).allowed is None
+
+    try:
+        asyncio.run(played())
+    finally:
+        asyncio.run(engine.close())
