@@ -14,6 +14,7 @@ PEERS = ("verifiers>=0.4,<0.5", "inspect-ai>=0.3.200")
 CONFLICTS = {
     ("agents", "verifiers>=0.4,<0.5"): "openai",
     ("dev", "verifiers>=0.4,<0.5"): "mcp",
+    ("bench", "verifiers>=0.4,<0.5"): "mcp",
 }
 """Extras that cannot be installed next to a peer, and the package that is at fault.
 
