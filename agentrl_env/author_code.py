@@ -75,7 +75,7 @@ def innermost(error: BaseException) -> TracebackType | None:
 
 
 def author_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error, starting at the author's first frame, or None if there is none."""
+    """Return the traceback of an error from the author's first frame on, or None without such a frame."""
     step = error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename

@@ -10,11 +10,13 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.engine.constraint import Grammars
 from agentrl_train.engine.options import ServingOptions
@@ -29,13 +31,18 @@ GRAMMAR = f"start: /[a-z ]{{{40 * NEW}}}/"
 """More text than the tokens of a completion can hold, so that every completion has all its tokens."""
 
 
+class Policy(NamedTuple):
+    folder: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
 @contextmanager
-def torch_engine(path: str, *, sessions: int, threads: int) -> Iterator[Engine]:
-    model, tokenizer = load_policy(path)
+def torch_engine(policy: Policy, *, sessions: int, threads: int) -> Iterator[Engine]:
     engine = TorchEngine(
-        {"current": copy_of(model, dtype="float32", device="cpu")},
-        stop_token_ids=[tokenizer.eos_token_id],
-        tokenizer=tokenizer,
+        {"current": copy_of(policy.model, dtype="float32", device="cpu")},
+        stop_token_ids=[policy.tokenizer.eos_token_id],
+        tokenizer=policy.tokenizer,
         max_sequences=sessions,
         max_context=PROMPT + NEW + 8,
         threads=Threads(threads),
@@ -47,10 +54,10 @@ def torch_engine(path: str, *, sessions: int, threads: int) -> Iterator[Engine]:
 
 
 @contextmanager
-def vllm_engine(path: str, *, sessions: int, threads: int) -> Iterator[Engine]:
+def vllm_engine(policy: Policy, *, sessions: int, threads: int) -> Iterator[Engine]:
     options = ServingOptions(
-        model=local_model(path),
-        stop_token_ids=[load_policy(path)[1].eos_token_id],
+        model=policy.folder,
+        stop_token_ids=[policy.tokenizer.eos_token_id],
         max_sessions=sessions,
         max_context=PROMPT + NEW + 8,
         args={"kv_cache_memory_bytes": CACHE_BYTES},
@@ -87,9 +94,8 @@ def seconds(engine: Engine, *, sessions: int, grammar: str, vocabulary: int, see
     return (time.perf_counter() - started) / passes
 
 
-def set_seconds(path: str) -> float:
+def set_seconds(tokenizer: PreTrainedTokenizerBase) -> float:
     """Return the mean seconds of the library for a set."""
-    _, tokenizer = load_policy(path)
     matcher = Grammars(tokenizer, stop_token_ids=[tokenizer.eos_token_id]).start(GRAMMAR)
     tokens = tokenizer.encode("the quick brown fox jumps over the lazy dog " * 8, add_special_tokens=False)
     started = time.perf_counter()
@@ -100,14 +106,15 @@ def set_seconds(path: str) -> float:
 def run(path: str, *, quick: bool, threads: int) -> None:
     """Print a row for each engine and number of sessions."""
     torch.set_num_threads(threads)
-    vocabulary = load_policy(path)[0].config.vocab_size
+    policy = Policy(local_model(path), *load_policy(path))
+    vocabulary = policy.model.config.vocab_size
     table = Table(title=f"{path}, vocabulary {vocabulary:,}, {PROMPT} + {NEW} tokens, threads: {threads}")
     for heading in ("engine", "sessions", "ms a pass, free", "constrained", "more a token"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
     makers = {"torch engine": torch_engine} | ({"vLLM": vllm_engine} if VLLM_PYTHON.exists() else {})
     for name, make in makers.items():
         for sessions in (1, 16):
-            with make(path, sessions=sessions, threads=threads) as engine:
+            with make(policy, sessions=sessions, threads=threads) as engine:
                 found: dict[str, list[float]] = {"": [], GRAMMAR: []}
                 for seed in range(3 if quick else 7):
                     for grammar, own in found.items():
@@ -117,4 +124,4 @@ def run(path: str, *, quick: bool, threads: int) -> None:
             more = (constrained - free) / sessions
             table.add_row(name, str(sessions), f"{free:.1f}", f"{constrained:.1f}", f"{more:.2f} ms")
     Console(width=100).print(table)
-    print(f"a set: {1e3 * set_seconds(path):.2f} ms")
+    print(f"a set: {1e3 * set_seconds(policy.tokenizer):.2f} ms")

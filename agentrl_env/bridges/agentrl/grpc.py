@@ -250,7 +250,7 @@ class GrpcServer:
 
 
 class Relay(asyncio.Protocol):
-    """One end of a connection whose bytes are forwarded to another connection.
+    """One of two connections whose bytes are forwarded to each other.
 
     Args:
         on_lost: called at the end of the connection.

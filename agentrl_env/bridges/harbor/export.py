@@ -90,7 +90,7 @@ WORKDIR /home/{user}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """One folder, and the reward of its solution, which is None without a solution."""
+    """A written folder and the reward of its solution. The reward is None if there is no solution."""
 
     folder: Path
     oracle: float | None
@@ -144,7 +144,7 @@ async def export(
 
 
 async def _oracle(session: ClientSession) -> tuple[list[tuple[str, str]], float | None]:
-    """Play the expert's calls, one per turn. Return them and the reward, which is None without an expert."""
+    """Play the expert, one call per turn. Return calls and reward, which is None without an expert."""
     moves, reward = [], 0.0
     while not session.status.final:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,8 +35,9 @@ def missing_sdk() -> str | None:
     )
 
 
+@cache
 def is_second() -> bool:
-    """Return whether the SDK that is installed is version 2."""
+    """Return True if version 2 of the SDK is installed."""
     return version("mcp").startswith("2.")
 
 
@@ -96,13 +97,13 @@ def protocol_error(code: int, message: str, data: Any = None) -> Exception:
 
 
 async def connected(streams: Sequence[Any], stack: AsyncExitStack) -> tuple[dict[str, Any], Request]:
-    """Begin a connection of a client; return the answer to ``initialize``, and what sends a request.
+    """Begin a client's connection. Return the answer to ``initialize`` and a function that sends requests.
 
-    Results are not read by the models of the SDK, which refuse all tools of a server for one odd tool.
+    Results are not validated by the models of the SDK, which reject all tools of a server if one is invalid.
 
     Args:
-        streams: those of a transport of the SDK.
-        stack: keeps the connection open.
+        streams: read and write streams of a transport of the SDK.
+        stack: exit stack that keeps the connection open.
     """
     import mcp
 

@@ -75,15 +75,15 @@ class McpEndpoint:
         if request.method == "GET":  # a stream of messages that the server begins, of which there are none
             await Response(status_code=405, headers={"allow": "POST, DELETE"})(scope, receive, send)
             return
+        held = request.headers.get("mcp-session-id")
+        connection = self._connections.get(held or "")
+        if connection is not None and connection.agent == caller.get().session_id:
+            await connection.transport.handle_request(scope, receive, send)
+            return
         if reason := missing_sdk():
             raise NotSupported(f"MCP {reason}")
-        held = request.headers.get("mcp-session-id")
         if request.method != "POST" or held is not None:
-            connection = self._connections.get(held or "")
-            if connection is None or connection.agent != caller.get().session_id:
-                await _refusal("there is no such MCP session", 404)(scope, receive, send)
-            else:
-                await connection.transport.handle_request(scope, receive, send)
+            await _refusal("there is no MCP session with this id", 404)(scope, receive, send)
             return
         body = await request.body()
         self._api.check_values(body, caller.get())
@@ -91,6 +91,8 @@ class McpEndpoint:
         if call is None:
             await _refusal("begin the connection with initialize", 400)(scope, receive, send)
             return
+        # The first import takes a second, in which the event loop must not be blocked.
+        await asyncio.to_thread(import_module, "mcp.server.streamable_http")
         try:
             choice = _choice(request.query_params, request.headers)
             episode = await Episode.open(self._api, request.path_params["task"], choice)
@@ -99,8 +101,6 @@ class McpEndpoint:
             answer = {"jsonrpc": "2.0", "id": call.get("id"), "error": _error(error)}
             await JSONResponse(answer)(scope, receive, send)
             return
-        # The first import takes a second, in which the sessions of the server go on.
-        await asyncio.to_thread(import_module, "mcp.server.streamable_http")
         connection = self._connect(episode)
         await connection.begin(scope, _replay(body, receive), send)
 
@@ -109,7 +109,7 @@ class McpEndpoint:
         await asyncio.gather(*(connection.aclose() for connection in list(self._connections.values())))
 
     def _connect(self, episode: Episode) -> Connection:
-        """Return a new connection to an episode; the one that the same agent had before ends."""
+        """Return a new connection to an episode. An earlier connection of the same agent ends."""
         connection = Connection(episode, caller.get().session_id, at_end=self._forget)
         self._connections[connection.mcp_session_id] = connection
         if agent := connection.agent:
@@ -125,7 +125,7 @@ class McpEndpoint:
 
 
 class Connection:
-    """A connection of MCP, whose end closes its episode.
+    """An MCP connection. Its episode is closed when the connection ends.
 
     Args:
         episode: the episode that it plays.
@@ -149,7 +149,7 @@ class Connection:
         self._serving = asyncio.create_task(self._serve())
 
     async def begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request that begins the connection, which ends unless it succeeds."""
+        """Answer the request that begins the connection. The connection ends if the request fails."""
         status = 500
 
         async def watched(message: AsgiMessage) -> None:

@@ -318,7 +318,7 @@ class Player:
         return _observation({"messages": [one.wire() for one in info.messages]}, 0.0, False, metadata)
 
     async def begun(self) -> Episode:
-        """Return the episode. Start one if there is none. Raises WireError."""
+        """Return the episode, which the first call starts. Raises WireError."""
         if self._episode is None:
             self._episode = await Episode.open(self._api, self.task, {})
             self._episode_id = self._episode.session_id
