@@ -1,4 +1,4 @@
-"""An agent of one's own: it looks through a house with the OpenAI SDK, and prints its reward."""
+"""A custom agent: it searches a house with the OpenAI SDK and prints its reward."""
 
 import asyncio
 import json

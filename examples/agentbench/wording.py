@@ -2,7 +2,7 @@
 
 python examples/agentbench/wording.py CHECKOUT FOLDER [--split std]
 
-The checkout is parsed and never imported. The sentences stay in files of yours: none is in this repository.
+The checkout is parsed and never imported. The files are yours: this repository has no text of AgentBench.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A task for a policy of a million parameters: what its starter copies, and what its expert gets wrong."""
+"""A task for a policy of a million parameters: it copies words, and unlearns the mistakes of its expert."""
 
 from agentrl_env import Done, Environment, ToolCall, tool
 

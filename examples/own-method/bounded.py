@@ -1,4 +1,4 @@
-"""A method of one's own: the median of the siblings as the baseline, and a bound that leaks."""
+"""A custom method: the median of the siblings as the baseline, and a bound that leaks."""
 
 import numpy as np
 import torch
@@ -8,12 +8,12 @@ from agentrl_train.loss import Tokens
 
 
 def median(siblings: Siblings) -> float:
-    """Return the median of the siblings, which one lucky episode does not move."""
+    """Return the median of the siblings' returns, which a single lucky episode does not change."""
     return float(np.median(siblings.returns))
 
 
 def leaky_clip(ratios: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip the ratio, and keep a tenth of the gradient outside."""
+    """Clip the ratio, and keep a tenth of the gradient outside the range."""
     clipped = ratios.clamp(0.8, 1.25)
     leaky = clipped + 0.1 * (ratios - clipped)
     return -leaky * tokens.advantages, clipped != ratios

@@ -1,4 +1,4 @@
-"""Rewards of one's own for the shop: short episodes, and calls that name what was asked for."""
+"""Custom rewards for the shop: short episodes, and calls with the words of the request."""
 
 from agentrl_train.reward import length_penalty, reward
 from agentrl_train.types import Trajectory
@@ -12,7 +12,7 @@ def short(trajectory: Trajectory) -> float:
 
 @reward
 def named(trajectory: Trajectory, colour: str, kind: str) -> float:
-    """Return the share of the sample's words that the calls of the first turn name."""
+    """Return the share of the requested colour and kind that the calls of the first turn contain."""
     calls = [] if not trajectory.turns else trajectory.turns[0].message.tool_calls or []
     arguments = " ".join(call.function.arguments for call in calls)
     return sum(word in arguments for word in (colour, kind)) / 2

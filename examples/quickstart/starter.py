@@ -2,14 +2,14 @@
 
     python examples/quickstart/starter.py --output examples/quickstart/starter
 
-Nothing is downloaded. Noisy experts play the level-1 tasks; a tokenizer is trained on their messages, and a
-random Qwen3 model is trained to imitate them. It becomes as good as they are, with their wrong habit of
-where to look first: what is better is left to reinforcement learning. Takes about five minutes on one core.
+Nothing is downloaded. Noisy experts play the level-1 tasks. A tokenizer is trained on their messages, and a
+random Qwen3 model is trained to imitate them. It becomes as good as the experts and adopts their wrong habit
+of where to look first. Reinforcement learning then improves it. This takes about five minutes on one core.
 
-With ``--tasks dbbench --width 192`` it imitates the expert of another task of ``environments/`` as it is,
-or with ``--noise 0.4`` its mistakes too, where the task's expert makes some. ``--tasks FOLDER`` imitates that
-of your own task. ``--induction`` is for tasks with names of several tokens, or with long episodes: the model
-copies such names from the start. ``examples/agentbench`` starts from such policies.
+With ``--tasks dbbench --width 192``, it imitates the expert of another task of ``environments/``. With
+``--noise 0.4``, it also imitates mistakes if the task's expert can make them. ``--tasks FOLDER`` imitates the
+expert of your own task. ``--induction`` is for tasks with names of several tokens or with long episodes: the
+model can copy such names from the start. ``examples/agentbench`` uses such policies.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def clumsy(name: str, noise: float = 0.0) -> type[Environment]:
-    """Return a task; a starter task with a noisy expert, which looks for things by a wrong habit.
+    """Return a task, with a noisy expert if the task supports it.
+
+    The experts of starter tasks look for things by a wrong habit.
 
     Args:
         name: folder of ``environments``, or another target: a folder, file.py:Class or module:Class.
-        noise: ``expert_noise`` of a task that has one, and none in ``EXPERT_NOISE``.
+        noise: ``expert_noise`` of tasks that have this attribute and are not in ``EXPERT_NOISE``.
     """
     folder = ENVIRONMENTS / name
     task = load_target(str(folder) if folder.exists() else name)
@@ -58,7 +60,7 @@ def clumsy(name: str, noise: float = 0.0) -> type[Environment]:
 def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE in which a word is one token, in prose as in JSON.
 
-    The usual pattern makes " fridge" and "fridge" two tokens; here blanks are separate from words, so that a
+    With the usual pattern, " fridge" and "fridge" are two tokens. Here spaces are separate from words, so a
     word copied from a sentence into a call is the same token. Without ``texts`` there are no merges.
     """
     words = Regex(r" ?[A-Z]{2,} ?|\w+|[^\w]+")
@@ -93,12 +95,11 @@ def new_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokeniz
 def new_model(
     tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int, induction: bool = False
 ) -> Qwen3ForCausalLM:
-    """Return a random Qwen3: half a million parameters with a width of 128, a million with 192.
+    """Return a random Qwen3 with half a million parameters for a width of 128, or a million for 192.
 
-    Three departures from the defaults make it learn to copy words within minutes: wide initial weights, a
-    short rotary base, and attention that begins by looking for similar tokens and copying them
-    (arXiv 2305.09828). With ``induction`` it has the usual weights and a long rotary base instead, and
-    ``set_induction_heads``.
+    Three changes to the defaults let it learn to copy words within minutes: large initial weights, a small
+    rotary base, and attention that initially finds similar tokens and copies them (arXiv 2305.09828). With
+    ``induction``, it has the usual initial weights, a large rotary base and ``set_induction_heads`` instead.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -131,21 +132,22 @@ def new_model(
 
 
 def set_induction_heads(model: Qwen3ForCausalLM) -> None:
-    """Set the weights of all but two heads of the first two layers to those of induction heads.
+    """Turn all but two heads of the first two layers into induction heads.
 
-    Such a head of the first layer attends to the token before, and writes it to the residual stream. One of
-    the second layer looks for positions at which the token before is the current one, and copies the token
-    there: what followed once follows again. Such heads form late in training (arXiv 2209.11895).
+    A head of the first layer attends to the previous token and writes it to the residual stream. A head of
+    the second layer finds positions after an earlier occurrence of the current token, and copies the token at
+    these positions, so a sequence that occurred before is continued. In training, such heads form late
+    (arXiv 2209.11895).
     """
     config, (first, second) = model.config, (layer.self_attn for layer in model.model.layers[:2])
     size, half = config.head_dim, config.head_dim // 2
     speeds = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)  # radians a token
-    # Rotary pairs: fast ones tell a position from the next, slow ones compare tokens at any distance.
+    # Fast rotary pairs distinguish neighbouring positions. Slow pairs compare tokens at any distance.
     fast, slow = torch.arange(3), torch.tensor([*range(6, half), *range(half + 6, size)])
     token, before, copied = (torch.linalg.qr(torch.randn(2 * [config.hidden_size]))[0] for _ in range(3))
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight.normal_(0, 0.1)
-        embedding[:, 0] = 0.4  # the same for all tokens: by it a query can ask for a position alone
+        embedding[:, 0] = 0.4  # the same for all tokens, so that a query can depend only on the position
         token[:, 0] = before[0] = copied[:, 0] = 0
         for attention, sharpness in (first, 2.0), (second, 1.5):
             attention.q_norm.weight.fill_(sharpness)
@@ -215,10 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "starter")
     parser.add_argument("--tasks", nargs="+", default=list(EXPERT_NOISE), help="of environments/, or folders")
-    parser.add_argument("--noise", type=float, default=0.0, help="expert_noise of other tasks that have one")
+    parser.add_argument("--noise", type=float, default=0.0, help="expert_noise of the other tasks")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--induction", action="store_true", help="can copy several tokens from the start")
-    parser.add_argument("--traces", type=int, default=2000, help="expert episodes a task")
+    parser.add_argument("--induction", action="store_true", help="start with heads that copy several tokens")
+    parser.add_argument("--traces", type=int, default=2000, help="expert episodes per task")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct, from its package to a trained policy behind an endpoint: pipeline.sh [SEED] [--set ...]
-# Everything is written to runs/real-SEED*; the same command continues what was stopped.
+# Everything is written to runs/real-SEED*. The same command continues an interrupted run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PATH=$PWD/.venv/bin:$PATH
@@ -23,7 +23,7 @@ if [ ! -e "runs/$name/summary.json" ]; then
     --set "model.path=$PWD/runs/$name-imitation" "${settings[@]}" "${resume[@]}"
 fi
 
-# The result as any client of an OpenAI endpoint meets it.
+# Evaluate the result like any model behind an OpenAI endpoint.
 log=$(mktemp)
 agentrl-train gateway "runs/$name" --port 0 --output "runs/$name-gateway.jsonl" \
   --set engine.max_new_tokens=64 >"$log" &

@@ -1,6 +1,6 @@
-"""Three tasks that need reading: a shop's offers, questions to a database, recipes.
+"""Three tasks that need reading: a shop's offers, questions about a database, recipes.
 
-Their experts make mistakes: a policy that has imitated them has something to unlearn.
+Their experts make mistakes, so a policy that imitates them has something to unlearn.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 
 
 class Laconic:
-    """An expert that calls tools without a word, and errs."""
+    """Mixin with an expert that calls tools without text and makes mistakes."""
 
     expert_noise = 0.3
 

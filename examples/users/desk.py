@@ -1,4 +1,4 @@
-"""The requests of the shop's first level that need no arithmetic, with a short policy: for small models."""
+"""Requests of environments/support that need no arithmetic, with short instructions for small models."""
 
 from pathlib import Path
 
