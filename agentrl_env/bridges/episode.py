@@ -1,4 +1,4 @@
-"""One session that a connection of another protocol plays through the calls of the wire."""
+"""One session of the native protocol that a connection of another protocol plays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from agentrl_env.wire import (
 )
 
 CHOICE = ("split", "index", "seed", "sample", "wait_s")
-"""Fields of ``OpenRequest`` with which a connection chooses its problem."""
+"""Fields of ``OpenRequest`` that choose the problem of a connection."""
 RESPOND = ToolSpec(
     function=FunctionSpec(
         name="respond",
@@ -49,7 +49,7 @@ RESPOND = ToolSpec(
         },
     )
 )
-"""Tool that represents an assistant message without a tool call, which other protocols lack."""
+"""Tool for assistant messages without a tool call, because other protocols support only tool calls."""
 
 
 async def own_session(api: Api) -> SessionInfo | None:
@@ -67,7 +67,7 @@ async def task_info(api: Api, task: str) -> TaskInfo:
     if own is None:
         served = read(TaskList, await api.answer(TASKS, EMPTY, caller.get()))
     elif own.task != task:
-        raise Forbidden(f"this agent token is that of a session of the task {own.task}")
+        raise Forbidden(f"this agent token belongs to a session of the task {own.task}")
     else:
         listed = await api.service.tasks(EMPTY)
         served = listed if isinstance(listed, TaskList) else read(TaskList, listed)
@@ -120,7 +120,7 @@ class Episode:
         if own is not None:
             if choice:
                 raise Forbidden(
-                    f"{next(iter(choice))}: the operator has chosen the session of an agent token"
+                    f"{next(iter(choice))}: the operator has already chosen the session of this agent token"
                 )
             return cls(api, own, offered_tools(described, own.tools))
         request = validate(OpenRequest, {**choice, "task": task})
@@ -143,8 +143,8 @@ class Episode:
     async def step(self, message: Message) -> StepResult:
         """Play one assistant message.
 
-        Raises WireError. It is EnvironmentFailed if the environment failed in the step, since the reward is
-        then meaningless.
+        Raises WireError. A failure of the environment raises EnvironmentFailed, because the reward is then
+        meaningless.
         """
         async with self._playing:
             if self.turn is None:

@@ -1,4 +1,4 @@
-"""Tools of another server as tools of an Environment, with the JSON Schemas of that server."""
+"""Tools of another server as tools of an Environment, with the server's own JSON Schemas."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ForeignTool:
     """A tool as a server describes it.
 
     Args:
-        name: name at the server, which can contain any characters.
-        description: the description that the model reads.
-        schema: JSON Schema of the arguments. Servers can send anything here.
+        name: name on the server, with any characters.
+        description: description for the model.
+        schema: JSON Schema of the arguments, not validated.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ForeignTool:
 def tools_of(
     server: str, listed: Iterable[ForeignTool], play: Callable[..., Any]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the tools of a server as methods of an Environment, attribute -> method.
+    """Return the tools of a server as methods of an Environment, by attribute name.
 
     A tool that cannot be served is omitted, and the reason is logged as a warning. Characters that models do
     not accept in a name become ``_``.

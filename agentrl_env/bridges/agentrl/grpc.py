@@ -1,4 +1,4 @@
-"""AgentRL's workers over gRPC: each opens one stream to the controller, which sends its calls over it.
+"""AgentRL's workers over gRPC. Each worker opens one stream, over which the controller sends its calls.
 
 The stream arrives at the controller's only port. gRPC uses HTTP/2, which uvicorn does not support. So a
 connection that starts with HTTP/2 is forwarded, byte for byte, to a gRPC server on a socket in the file
@@ -29,7 +29,7 @@ logger = logging.getLogger("agentrl_env")
 MAX_BYTES = 100 * 1024 * 1024
 """Maximum size of a message, the same as in AgentRL's peers."""
 RECONNECT_S = 15.0
-"""Seconds that a call waits for a worker's stream. A worker reconnects after 1 s and beats within 8 s."""
+"""Seconds that a call waits for a worker's stream. Workers reconnect after 1 s and beat every 8 s."""
 _REQUEST = 1
 _Field = descriptor_pb2.FieldDescriptorProto
 _METHOD = "WorkerStream"
@@ -42,7 +42,7 @@ def _envelope() -> Any:
     file.syntax = "proto3"
 
     def message(name: str, *fields: tuple[str, int, Any], oneof: int = 0) -> None:
-        """Add a message. Fields from number ``oneof`` on exclude each other."""
+        """Add a message. Fields numbered ``oneof`` or higher exclude each other."""
         made = file.message_type.add(name=name)
         if oneof:
             made.oneof_decl.add(name="body")
@@ -93,7 +93,7 @@ class StreamTransport:
 
     @property
     def attached(self) -> bool:
-        """True while there is a stream."""
+        """True while a stream is attached."""
         return self._context is not None
 
     def attach(self, context: Any) -> None:
@@ -117,7 +117,7 @@ class StreamTransport:
             call.set_result(envelope.response)
 
     async def call(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no place."""
+        """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no room."""
         number = str(next(self._numbers))
         data = b"" if body is None else json.dumps(body).encode()
         request = {"method": "POST", "endpoint": endpoint, "json": data}
@@ -245,17 +245,17 @@ class GrpcServer:
             beat = Heartbeat(name=heard.name, concurrency=heard.concurrency, indices=indices)
             self._workers.hear(key, beat, lambda: transport, self._url, None)
         except (InvalidRequest, ValidationError) as error:
-            logger.warning("the heartbeat of AgentRL worker %s is refused: %s", key, error)
+            logger.warning("rejected the heartbeat of AgentRL worker %s: %s", key, error)
         return transport
 
 
 class Relay(asyncio.Protocol):
-    """One of two connections whose bytes are forwarded to each other.
+    """One end of a pair of connections that forward their bytes to each other.
 
     Args:
         on_lost: called at the end of the connection.
-        first: bytes that have already arrived.
-        peer: the other end, if it exists already.
+        first: bytes already received.
+        peer: the other end, if it already exists.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Relay(asyncio.Protocol):
             self._peer.join(self)
 
     def join(self, peer: Relay) -> None:
-        """Forward to another end, starting with the bytes that have arrived so far."""
+        """Forward to another end, starting with the bytes received so far."""
         self._peer = peer
         peer.transport.write(self._early)
         self._early = b""

@@ -68,14 +68,15 @@ from agentrl_env.wire import (
 B = TypeVar("B", bound=BaseModel)
 
 ENDLESS_INDICES = 1000
-"""Number of indices that are listed for an endless split. All other indices can be started too."""
+"""Number of indices listed for an endless split. Clients can also start any other index."""
 MAX_SESSIONS = 65_536
-"""Maximum number of remembered sessions. The least recently called sessions are forgotten first."""
+"""Maximum number of remembered sessions. The least recently used sessions are forgotten first."""
 CUSTOM = -1
 """Index of a custom task."""
 KEEP_ALIVE_BURST, KEEP_ALIVE_S = 3, 60.0
-"""Maximum number of empty turns in a row, with shorter pauses than this, that count as keep-alives.
-AgentRL's client sends one in 180 s. More of them are empty answers of a model, which must count as turns."""
+"""Maximum number of consecutive empty turns that count as keep-alives, and the maximum pause between them.
+AgentRL's client sends one every 180 s. More frequent empty turns come from a model and must count as turns.
+"""
 STATUS_KEY = "agentrl_status"
 """Key of ``StepResult.info`` with the status that an AgentRL task gave its session."""
 _STATUSES = {
@@ -85,14 +86,14 @@ _STATUSES = {
     SessionStatus.TRUNCATED_TIME: "task limit reached",
     SessionStatus.FAILED_ENVIRONMENT: "task error",
 }
-"""AgentRL's name of each status. All other statuses are ``cancelled``."""
+"""AgentRL's name for each status. All other statuses become ``cancelled``."""
 _KNOWN = {"completed", "agent validation failed", "agent invalid action", "task limit reached"}
-"""Statuses of AgentRL's tasks that its client knows. The client fails on ``agent context limit``."""
+"""Statuses that AgentRL's client accepts. The client fails on ``agent context limit``."""
 _HTTP = {"environment_failed": 500, "internal_error": 500, "session_lost": 500}
 _SAME_HTTP = {401, 403, 429, 501, 503}
-"""HTTP statuses that are kept. AgentRL's protocol has 400 for all other mistakes of the caller."""
+"""HTTP statuses passed through unchanged. All other client errors become 400, as in AgentRL's protocol."""
 _POSITIONS = {"", "0", "call_0"}
-"""Ids that only count the calls of one message, so they do not identify a call."""
+"""Ids that are only positions within a message, so they do not identify a call."""
 
 
 class _Body(BaseModel):
@@ -157,7 +158,7 @@ class _Session:
         return {**answer, "messages": self.opening, "tools": self.tools or None}
 
     def is_keep_alive(self, message: Message) -> bool:
-        """Return True if a message only keeps the session alive: it is one of a few empty messages."""
+        """Return True if a message is empty and only keeps the session alive."""
         if message.content or message.tool_calls:
             self._empty = 0
             return False
@@ -170,12 +171,14 @@ class _Session:
         return False
 
     def number(self, message: Message) -> int:
-        """Return the number of the turn that a message plays, which is the last turn for a repeated message.
+        """Return the turn number of a message. A repeated message gets the number of the last turn.
 
-        The protocol has no numbers and no idempotency keys. A message counts as repeated if it equals the
-        last message and either the last message is still playing, its caller disconnected without the
-        result, or the ids of its tool calls are the same, since models make new ids for each call. Raises
-        InvalidRequest if another message is playing.
+        The protocol has neither turn numbers nor idempotency keys. A message counts as repeated if it equals
+        the last message and one of these holds: the last message is still being played, its caller
+        disconnected before the result, or the tool call ids are the same (models create new ids for each
+        call).
+
+        Raises InvalidRequest if another message is being played.
         """
         calls = [call.id for call in message.tool_calls or ()]
         if message == self.message:
@@ -183,7 +186,7 @@ class _Session:
             if self.playing or not self.delivered or identified:
                 return self.seq
         if self.playing:
-            raise InvalidRequest("the session is still playing another message; wait for its answer")
+            raise InvalidRequest("the session is still processing another message; wait for its answer")
         return self.seq + 1
 
     def note_ids(self, message: Message) -> None:
@@ -201,7 +204,7 @@ class _Session:
 
 
 class AgentRLBridge:
-    """Answers AgentRL's calls of one application.
+    """Answers AgentRL's calls for one application.
 
     Args:
         api: the calls of the native protocol.
@@ -215,12 +218,12 @@ class AgentRLBridge:
         self._numbers = itertools.count(1)
 
     async def get_indices(self, request: Request) -> object:
-        """Return the indices of a task, which are the names of its samples or numbers."""
+        """Return the indices of a task: sample names or numbers."""
         task, split = await self._task(request.query_params.get("name", ""))
         return _indices(task.splits[split])
 
     async def start_sample(self, request: Request) -> Response:
-        """Open a session, once a full server has room. With an agent token, start its session instead."""
+        """Open a session, or start an agent token's session. Wait for room if the server is full."""
         start = await self._read(_Start, request)
         own = await own_session(self._api)
         if own is not None:
@@ -253,7 +256,7 @@ class AgentRLBridge:
         name = request.query_params.get("name")
         everything = name is None and request.query_params.get("force") != "true"
         if everything and len((await self._tasks()).tasks) > 1:
-            raise Forbidden("several tasks are served: give name=TASK, or force=true")
+            raise Forbidden("this server has several tasks: give name=TASK or force=true")
         for session in list(self._sessions.values()):
             if not session.ended and name in (None, session.start.name):
                 await self._cancel(session)
@@ -284,7 +287,7 @@ class AgentRLBridge:
         return listed
 
     async def list_sessions(self, request: Request) -> object:
-        """Return the running sessions that were opened here."""
+        """Return the running sessions opened through this protocol."""
         return {
             str(session_id): {
                 "name": session.start.name,
@@ -314,7 +317,7 @@ class AgentRLBridge:
         """Do nothing, because servers and sessions are removed as soon as they end."""
 
     async def version(self, request: Request) -> object:
-        """Return the version of the protocol under the name that AgentRL's dashboard expects."""
+        """Return the protocol version in the field that AgentRL's dashboard expects."""
         return {"variant": "nova", "version": 1}
 
     async def _started(self, session: _Session) -> Response:
@@ -323,7 +326,7 @@ class AgentRLBridge:
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         answer = session.started()
-        if not session.opening:  # the task has ended immediately, so there is nothing to answer
+        if not session.opening:  # the task ended immediately, so there are no messages
             answer = await self._turn(session, Message.assistant(""))
         return _json(answer, headers={"session_id": str(session.integer)})
 
@@ -336,7 +339,7 @@ class AgentRLBridge:
         try:
             answer = await self._play(session, message, seq)
         except WireError:
-            if session.playing == 1:  # the message can be sent again, or another one
+            if session.playing == 1:  # the client can repeat the message or send another one
                 session.seq, session.message, session.delivered = before
             raise
         finally:
@@ -352,10 +355,10 @@ class AgentRLBridge:
         return self._answer(session, result)
 
     async def _keep_alive(self, session: _Session) -> dict[str, Any]:
-        """Renew the lease of a session without a turn. Return the last messages, which must not be empty."""
+        """Renew the lease of a session. Return the last messages, because an empty answer is invalid."""
         if session.message is not None:
             return await self._play(session, session.message, session.seq)
-        with suppress(SeqConflict):  # every step renews the lease, even one that leaves a gap
+        with suppress(SeqConflict):  # every step renews the lease, even a step with a gap in its number
             await self._play(session, Message.assistant(""), 2)
         return session.started()
 
@@ -384,7 +387,7 @@ class AgentRLBridge:
         return TaskList.model_validate_json(await self._api.answer(TASKS, EMPTY, caller.get()))
 
     async def _task(self, name: str) -> tuple[TaskInfo, str]:
-        """Return the task and the split of a name, ``TASK`` or ``TASK-SPLIT``. Raises UnknownTask."""
+        """Return the task and split of a name ``TASK`` or ``TASK-SPLIT``. Raises UnknownTask."""
         tasks = {task.name: task for task in (await self._tasks()).tasks}
         if name in tasks:
             splits = tasks[name].splits
@@ -395,7 +398,7 @@ class AgentRLBridge:
         return named[name]
 
     def _session(self, request: Request) -> _Session:
-        """Return the session in a request's header. Raises UnknownSession."""
+        """Return the session named in a request's header. Raises UnknownSession."""
         text = request.headers.get("session_id", "")
         session_id = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
         session = self._sessions.get(session_id)
@@ -453,7 +456,7 @@ def endpoint_of(
             headers = {} if wait is None else {"retry-after": str(ceil(wait))}
             return _json({"message": error.message, "type": error.type}, status, headers)
         except ClientDisconnect:
-            return Response(status_code=400)  # no client receives it
+            return Response(status_code=400)  # the client has disconnected
         return answer if isinstance(answer, Response) else _json(answer)
 
     return endpoint
@@ -464,7 +467,7 @@ def _json(answer: object, status: int = 200, headers: dict[str, str] | None = No
 
 
 def _indices(split: SplitInfo) -> list[int | str]:
-    """Return the indices of a split. Names that are numbers become numbers in AgentRL's protocol."""
+    """Return the indices of a split. Numeric names become integers, as AgentRL's protocol expects."""
     if split.ids is not None:
         return [int(name) if _is_number(name) else name for name in split.ids]
     return list(range(ENDLESS_INDICES if split.num_samples is None else split.num_samples))
@@ -475,12 +478,12 @@ def _is_number(name: str) -> bool:
 
 
 def _choice(start: _Start, split: SplitInfo) -> dict[str, Any]:
-    """Return the sample that a request selects, as fields of an opening. Raises UnknownSample."""
+    """Return the fields of an open request that select the sample. Raises UnknownSample."""
     index: int | str | None = start.index
     sample = None
     if start.index == CUSTOM:
         if start.custom_task is None:
-            raise UnknownSample("index -1 is a custom task: give custom_task")
+            raise UnknownSample("index -1 selects a custom task: give custom_task")
         sample = {key: value for key, value in start.custom_task.items() if key != "index"}
         index = start.custom_task.get("index")
         if not isinstance(index, int | str | None):
@@ -495,18 +498,18 @@ def _choice(start: _Start, split: SplitInfo) -> dict[str, Any]:
 def _begun(own: SessionInfo, start: _Start) -> SessionInfo:
     """Return the session of an agent token, if ``start`` may start it. Raises Forbidden."""
     if start.name not in (own.task, f"{own.task}-{own.sample.split}"):
-        raise Forbidden(f"this agent token is that of a session of the task {own.task}")
+        raise Forbidden(f"this agent token belongs to a session of the task {own.task}")
     if start.index not in (CUSTOM, own.sample.index) or start.custom_task or start.seed is not None:
-        raise Forbidden("the operator has chosen the session of an agent token; leave index out, or -1")
+        raise Forbidden("the operator has chosen the session of this agent token; omit index or set it to -1")
     if own.turn:
-        raise Forbidden("an agent token has one session, which has begun; start_sample begins no other")
+        raise Forbidden("the only session of this agent token has begun; start_sample cannot start another")
     return own
 
 
 def _joined(messages: list[Message]) -> Message:
-    """Join the messages of one turn. Raises InvalidRequest if one is not an assistant message."""
+    """Join the messages of one turn. Raises InvalidRequest if a message is not from the assistant."""
     if any(message.role != "assistant" for message in messages):
-        raise InvalidRequest("messages: a turn has assistant messages only")
+        raise InvalidRequest("messages: a turn can contain only assistant messages")
     if len(messages) == 1:
         return messages[0]
     calls: list[ToolCall] = [call for message in messages for call in message.tool_calls or ()]

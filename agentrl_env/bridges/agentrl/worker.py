@@ -1,8 +1,8 @@
-"""AgentRL's workers behind a controller: each becomes a server of the fleet and plays its sessions.
+"""AgentRL's workers behind a controller. Each worker becomes a server of the fleet.
 
-A worker registers with its heartbeats. The controller then creates a ``SessionPool`` for it, which is linked
-to the controller like any other server. Its task passes every assistant message on to the worker. So steps,
-leases, limits, queues, listings and failures work as in all other sessions.
+A worker registers by its heartbeats. The controller then creates a ``SessionPool`` for it, which is linked
+to the controller like any other server. The pool's task passes every assistant message to the worker. Steps,
+leases, limits, queues, listings and failures therefore work as in all other sessions.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ logger = logging.getLogger("agentrl_env")
 
 START, SESSIONS = "start_sample", "get_sessions"
 PROBE_S = 5.0
-"""Seconds of a call after which the worker is repeatedly asked if it still has the session."""
+"""Seconds between checks that the worker still has the session, during a long call."""
 CALL_S = 600.0
 """Maximum seconds of a worker's turn. A later answer is dropped, and the session fails."""
 CANCEL_S = 30.0
-"""Maximum seconds for a worker to end a session. The session's place is kept during this time."""
+"""Maximum seconds for a worker to end a session. The session keeps its place until then."""
 LOST_S = 30.0
 """Seconds without a heartbeat after which a worker's sessions are lost. Workers send one every 8 s."""
 LIMITS = ("task limit reached", "agent context limit")
 FAILURES = ("task error", "cancelled", "unknown")
-"""Statuses of sessions that have no meaningful reward."""
+"""Statuses of sessions without a meaningful reward."""
 
 
 class WorkerFailed(AgentRLError):
@@ -60,7 +60,7 @@ class WorkerFailed(AgentRLError):
 
 
 class Heartbeat(BaseModel):
-    """Registration of a worker, which the worker repeats."""
+    """Registration of a worker, repeated periodically."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -71,17 +71,17 @@ class Heartbeat(BaseModel):
 
 
 class Transport(Protocol):
-    """Makes calls to one worker."""
+    """Sends calls to one worker."""
 
     async def call(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         """Return the answer to a call. Raises WorkerFailed, or ServerFull if the worker has no place."""
 
     async def aclose(self) -> None:
-        """Release the resources of calls."""
+        """Release all resources."""
 
 
 class HttpTransport:
-    """Calls of a worker that listens on an address.
+    """Calls to a worker that listens on an address.
 
     Args:
         address: base URL of the worker's API.
@@ -114,9 +114,9 @@ class HttpTransport:
 
 
 def read_answer(endpoint: str, code: int, reason: str, body: bytes) -> Any:
-    """Return a worker's answer. Raises WorkerFailed, or ServerFull if it has no place."""
+    """Return a worker's answer. Raises WorkerFailed, or ServerFull if the worker has no room."""
     if code == 406:
-        raise ServerFull("the worker has no place for another session", retry_after=1)
+        raise ServerFull("the worker has no room for another session", retry_after=1)
     if code != 200:
         raise WorkerFailed(f"the worker answered {code} to {endpoint}: {reason[:300]}")
     try:
@@ -130,22 +130,22 @@ class WorkerTask(Environment):
 
     blocking = False
     splits = ("train",)
-    max_turns = 1_000_000  # the worker's task has its own limit
+    max_turns = 1_000_000  # the worker's task sets the limit
     tool_timeout = CALL_S + 30
     reset_timeout = CALL_S + 30
     transport: ClassVar[Transport]
     indices: ClassVar[dict[str, int | str]]
-    """The worker's indices by name."""
+    """Indices of the worker by name."""
     takes_custom: ClassVar[bool]
 
     @classmethod
     def samples(cls, split: str) -> Any:
-        """Return one empty sample for each index, as a list if the indices count from 0, else by name."""
+        """Return an empty sample for each index. The samples have names unless the indices count from 0."""
         counted = list(cls.indices.values()) == list(range(len(cls.indices)))
         return [{}] * len(cls.indices) if counted else {name: {} for name in cls.indices}
 
     async def reset(self, sample: TaskSample, rng: Any) -> list[Message]:
-        """Start the session at the worker."""
+        """Start the session on the worker."""
         self.number = secrets.randbits(53)
         self.earned = 0.0
         self.ended: Reply | None = None
@@ -164,12 +164,12 @@ class WorkerTask(Environment):
         return list(first.content)  # type: ignore[arg-type]
 
     def session_tools(self) -> Sequence[ToolSpec]:
-        """Return the tools that the worker gave the session."""
+        """Return the tools that the worker offers in the session."""
         return self.tools
 
     async def answer_message(self, message: Message) -> Reply:
-        """Pass a message on to the worker."""
-        if self.ended is not None:  # it ended at its start
+        """Pass a message to the worker."""
+        if self.ended is not None:  # the session ended in reset
             return self.ended
         body = {"session_id": self.number, "messages": [message.wire()]}
         answer = await self._call("interact", body)
@@ -178,15 +178,15 @@ class WorkerTask(Environment):
         return self._reply(answer["env_out"])
 
     async def close(self) -> None:
-        """End the session at the worker, if it is still running."""
+        """End the session on the worker if it is still running."""
         if self.alive:
             with suppress(WorkerFailed):
                 await self.transport.call("cancel", {"session_id": self.number}, CANCEL_S)
 
     async def _call(self, endpoint: str, body: Mapping[str, Any]) -> Any:
-        """Make a call that the task answers. Raises WorkerFailed if the worker has dropped the session.
+        """Send a call to the worker. Raises WorkerFailed if the worker has dropped the session.
 
-        A worker never answers if its task returned anything but a result.
+        A worker never answers if its task returns an invalid result.
         """
         calling = asyncio.ensure_future(self.transport.call(endpoint, body, CALL_S))
         missed = 0
@@ -207,11 +207,11 @@ class WorkerTask(Environment):
         return isinstance(sessions, dict) and str(self.number) not in sessions
 
     def _choice(self, sample: TaskSample) -> dict[str, Any]:
-        """Return the index or the custom task of a sample."""
+        """Return the index or custom task of a sample."""
         index = sample.index
         if sample.data or index is None:
             if not self.takes_custom:
-                raise WorkerFailed(f"task {self.name!r} takes no custom samples: -1 is not among its indices")
+                raise WorkerFailed(f"task {self.name!r} rejects custom samples: -1 is not among its indices")
             custom = sample.data if index is None else {**sample.data, "index": index}
             return {"index": CUSTOM, "custom_task": custom}
         return {"index": self.indices[str(index)]}
@@ -260,7 +260,7 @@ class _Answer(BaseModel):
 
 
 def _tool(given: Any) -> ToolSpec:
-    """Return a tool that is given in the format of OpenAI or of Anthropic, which workers also accept."""
+    """Return a tool given in the format of OpenAI or Anthropic. Workers accept both."""
     if isinstance(given, dict) and "input_schema" in given:
         given = {"function": {**given, "parameters": given["input_schema"]}}
     try:
@@ -278,11 +278,11 @@ class _Registry(Protocol):
 
 
 class Worker:
-    """A registered worker: a server of the fleet.
+    """A registered worker, as a server of the fleet.
 
     Args:
         heartbeat: the worker's registration.
-        transport: makes calls to the worker.
+        transport: sends calls to the worker.
     """
 
     def __init__(self, heartbeat: Heartbeat, transport: Transport) -> None:
@@ -309,7 +309,7 @@ class Worker:
         self._links: ControllerLinks | None = None
 
     async def join(self, url: str, token: str | None) -> None:
-        """Join the fleet of a controller. Old sessions of the worker have no owner and are ended."""
+        """Join the fleet of a controller. Ends earlier sessions of the worker, which have no owner."""
         with suppress(WorkerFailed):
             await self._transport.call("cancel_all_with_notice", None, CANCEL_S)
         await self.pool.tasks()
@@ -317,7 +317,7 @@ class Worker:
         await self._links.start()
 
     async def lose(self, registry: _Registry, reason: str) -> None:
-        """Leave the fleet immediately. The sessions are lost."""
+        """Leave the fleet immediately. All sessions are lost."""
         if self._links is not None:
             await self._links.abort()
             await registry.lose(self.pool.server_id, reason)
@@ -329,7 +329,7 @@ class Workers:
     """The AgentRL workers of one controller.
 
     Args:
-        registry: declares servers lost.
+        registry: marks servers as lost.
     """
 
     def __init__(self, registry: _Registry) -> None:
@@ -344,14 +344,14 @@ class Workers:
         return key in self._workers
 
     def hear(self, key: str, beat: Heartbeat, make: Any, url: str, token: str | None) -> None:
-        """Apply a heartbeat. The first heartbeat of a worker registers it.
+        """Process a heartbeat. The first heartbeat of a worker registers it.
 
         Args:
             key: identifies the worker.
             beat: the heartbeat.
-            make: returns the transport of a new worker.
+            make: returns the transport for a new worker.
             url: address of this controller, to which the worker's server connects.
-            token: the token that the worker has presented.
+            token: the token that the worker presented.
 
         Raises InvalidRequest.
         """
@@ -366,14 +366,14 @@ class Workers:
         worker.seen = time.monotonic()
 
     async def lose(self, key: str, reason: str) -> None:
-        """Declare a worker and its sessions lost."""
+        """Mark a worker and its sessions as lost."""
         worker = self._workers.pop(key, None)
         if worker is not None:
             logger.warning("AgentRL worker %s of task %s is lost: %s", key, worker.heartbeat.name, reason)
             await worker.lose(self._registry, reason)
 
     async def aclose(self) -> None:
-        """Forget all workers. Their sessions are cancelled."""
+        """Forget all workers and cancel their sessions."""
         tasks = [*self._tasks, *([] if self._watching is None else [self._watching])]
         for task in tasks:
             task.cancel()
@@ -405,7 +405,7 @@ class Workers:
 
 
 def mount(app: FastAPI, api: Api) -> None:
-    """Add the calls of AgentRL's workers to the application of a controller."""
+    """Add the endpoints for AgentRL's workers to a controller's application."""
     registry: _Registry | None = getattr(api.service, "registry", None)
     if registry is None:
         return
@@ -424,13 +424,13 @@ def mount(app: FastAPI, api: Api) -> None:
         workers.hear(beat.address, beat, partial(HttpTransport, beat.address), url, token)
 
     async def cancel_notice(request: Request) -> None:
-        """Do nothing, because the controller waits for the end of a session."""
+        """Do nothing. The controller already waits for the end of a session."""
 
     calls = {"receive_heartbeat": receive_heartbeat, "cancel_notice": cancel_notice}
     for name, call in calls.items():
         app.router.routes.append(Route(f"{AGENTRL_PATH}{name}", endpoint_of(api, call), methods=["POST"]))
     call_at_end(app, workers.aclose)
-    if not api.secured and find_spec("grpc") is not None:  # the stream has no token
+    if not api.secured and find_spec("grpc") is not None:  # a stream has no token
         from agentrl_env.bridges.agentrl import grpc
 
         grpc.mount(app, workers)

@@ -21,7 +21,7 @@ _THE_ACTION = Field(description="The action to take.")
 
 
 def action_fields(space: Space[Any], names: Mapping[str, int], env_id: str) -> dict[str, Any]:
-    """Return the types of the tool's arguments by name. Names are the keys of a dict space, else ``action``.
+    """Return the types of the tool's arguments by name: the keys of a dict space, otherwise ``action``.
 
     Args:
         space: The action space.
@@ -32,7 +32,9 @@ def action_fields(space: Space[Any], names: Mapping[str, int], env_id: str) -> d
     """
     if names:
         if not isinstance(space, Discrete):
-            raise DefinitionError(f"{env_id!r} has the action space {space}; only Discrete has named actions")
+            raise DefinitionError(
+                f"{env_id!r} has the action space {space}; only Discrete can have named actions"
+            )
         wrong = [name for name, value in names.items() if not space.contains(np.int64(value))]
         if wrong:
             raise DefinitionError(f"the action {wrong[0]!r} of {env_id!r} is not in {space}")
@@ -46,8 +48,8 @@ def action_fields(space: Space[Any], names: Mapping[str, int], env_id: str) -> d
         return {_ACTION: Annotated[_annotation(space), _THE_ACTION]}
     except _NoJson as error:
         raise DefinitionError(
-            f"the action space of {env_id!r} has no JSON form: {error}; wrap the environment in one with "
-            "another space (gymnasium.wrappers.TransformAction), and register that"
+            f"the action space of {env_id!r} has no JSON form: {error}; wrap the environment "
+            "(gymnasium.wrappers.TransformAction) and register the wrapper"
         ) from error
 
 
@@ -91,7 +93,7 @@ def _annotation(space: Space[Any]) -> Any:
             return Annotated[str, limits]
         case Dict():
             if wrong := [name for name in space.spaces if not isinstance(name, str)]:
-                raise _NoJson(f"the key {wrong[0]!r} is not a text")
+                raise _NoJson(f"the key {wrong[0]!r} is not a string")
             make: Any = TypedDict
             return make("Fields", {name: _annotation(part) for name, part in space.spaces.items()})
         case Tuple():

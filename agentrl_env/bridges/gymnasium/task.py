@@ -1,6 +1,6 @@
-"""Gymnasium environments as tasks: one tool takes the action, and observations become text.
+"""Gymnasium environments as tasks. One tool takes the action, and observations are rendered as text.
 
-The target ``gym:FrozenLake-v1?is_slippery=false`` is such a task. In Python::
+The target ``gym:FrozenLake-v1?is_slippery=false`` names such a task. In Python::
 
     class Lake(GymnasiumTask):
         env_id = "FrozenLake-v1"
@@ -36,13 +36,13 @@ from agentrl_env.types import TaskSample
 SEEDS = 2**31
 """Upper bound of the seeds that every environment accepts. Session seeds are taken modulo this number."""
 MAX_TURNS = 200
-"""Maximum number of turns of an environment without its own limit of steps."""
+"""Maximum number of turns of an environment without its own step limit."""
 MAX_NUMBERS = 1_000
 """Maximum number of numbers in an observation without a renderer. An image has more."""
 SECTIONS = ("Description", "Observation Space", "Rewards", "Reward", "Episode End", "Episode Termination")
 """Sections of an environment's documentation that are copied to the task's description."""
 PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "miniwob": "miniwob", "ALE": "ale_py"}
-"""Packages that register the ids starting with a word, so that ``gym:`` targets need no module."""
+"""Packages that register environment ids, by the id's first word, so that ``gym:`` targets need no module."""
 _HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
 
 
@@ -50,7 +50,7 @@ class GymnasiumTask(Environment):
     """Base class of tasks that wrap registered Gymnasium environments.
 
     A subclass names the environment. Defining the subclass creates the environment once, to read its spaces,
-    its documentation and its limit of steps. Each session then has its own instance, which is reset with the
+    documentation and step limit. Each session then has its own instance, which is reset with the
     session's seed. DefinitionError is raised if the environment cannot be created.
 
     Sessions fork by repeating the actions so far, unless the environment is registered as nondeterministic.
@@ -65,7 +65,8 @@ class GymnasiumTask(Environment):
     """Keyword arguments for ``gymnasium.make``."""
     actions: ClassVar[Mapping[str, int]] = {}
     """Names of discrete actions. By default the environment's names: the enum ``actions``, as in MiniGrid,
-    or ``get_action_meanings()``, as in Atari. Numbers if it has neither."""
+    or ``get_action_meanings()``, as in Atari. Numbers if it has neither.
+    """
 
     env: gymnasium.Env[Any, Any] | None = None
     _space: ClassVar[gymnasium.Space[Any]]
@@ -85,7 +86,7 @@ class GymnasiumTask(Environment):
             env.close()
 
     def render(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Return an observation as text for the model. Override this method for another text.
+        """Return an observation as text for the model. Override this method to change the text.
 
         The default is the environment's own text rendering, if it has one (``render_mode="ansi"``, with
         highlighted parts in brackets), followed by the observation as JSON.
@@ -137,7 +138,7 @@ class GymnasiumTask(Environment):
 
     @classmethod
     def _make(cls) -> gymnasium.Env[Any, Any]:
-        """Create the environment, with its text rendering if it has one and ``options`` set no other mode."""
+        """Create the environment, with text rendering if supported and not overridden by ``options``."""
         word = re.split(r"[-/]", cls.env_id)[0]
         if cls.env_id not in gymnasium.registry and word in PACKAGES:
             importlib.import_module(PACKAGES[word])
@@ -150,7 +151,7 @@ class GymnasiumTask(Environment):
 
     @classmethod
     def _define(cls, env: gymnasium.Env[Any, Any]) -> None:
-        """Set the tool, the description and the limit of turns of the environment."""
+        """Set the tool, description and turn limit of the environment."""
         documentation = _sections(type(env.unwrapped).__doc__ or "")
         if cls.__doc__ is None:
             cls.__doc__ = "\n\n".join(
@@ -177,7 +178,7 @@ class GymnasiumTask(Environment):
         return self._text
 
     def _play(self, arguments: dict[str, Any]) -> Reply:
-        """Take the action that the arguments of a call describe."""
+        """Take the action given by the arguments of a call."""
         action = decode(self._space, arguments, self.actions)
         if not self._space.contains(action):
             raise ToolError(f"The action is not in the action space {self._space}.")
@@ -196,9 +197,8 @@ def load(target: str) -> type[GymnasiumTask]:
     """Return the task of a target, without its scheme: ``[MODULE:]ID[?OPTIONS][#MODULE:FUNCTION]``.
 
     Args:
-        target: The id for ``gymnasium.make``. ``OPTIONS`` are its keyword arguments, with values in JSON or
-            else text, such as ``map_name=8x8&is_slippery=false``. The function replaces
-            ``GymnasiumTask.render``.
+        target: The id for ``gymnasium.make``. ``OPTIONS`` are keyword arguments, with values in JSON or plain
+            text, such as ``map_name=8x8&is_slippery=false``. The function replaces ``GymnasiumTask.render``.
 
     Raises TargetError, or DefinitionError if the environment cannot be created or has no text form.
     """
@@ -281,7 +281,7 @@ def _check_size(space: gymnasium.Space[Any], env_id: str) -> None:
     sizes = [int(np.prod(box.shape)) for box in _boxes(space)]
     if sum(sizes) > MAX_NUMBERS:
         raise DefinitionError(
-            f"an observation of {env_id!r} has {sum(sizes):,} numbers, too many for a text; give a renderer "
+            f"an observation of {env_id!r} has {sum(sizes):,} numbers, too many for text; give a renderer "
             "(gym:ID#MODULE:FUNCTION), or define render() in a subclass of GymnasiumTask"
         )
 
@@ -306,7 +306,7 @@ def _function(place: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise TargetError(f"there is no renderer {place!r}, written as module:function: {error}") from error
+        raise TargetError(f"cannot load the renderer {place!r}: {error}; write module:function") from error
     if not callable(found):
         raise TargetError(f"the renderer {place!r} is not a function")
     return found

@@ -1,9 +1,9 @@
-"""The session of an exported Harbor task: a process in its container that only the tool ``task`` reaches.
+"""The session of an exported Harbor task: a process in the container, reached through the command ``task``.
 
 ``python -I -m agentrl_env.bridges.harbor.container_session`` is the health check of the container. It runs as
-root, starts the process unless it runs, and succeeds once the episode has started. The process, the task's
-code, its sample and the record of its rewards belong to a separate user. The model's commands run as another
-user.
+root, starts the process if it is not running, and succeeds once the episode has started. The process, the
+task's code, its sample and the record of its rewards belong to a separate user. The model's commands run as
+another user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = Path("/opt/agentrl-task")
 """Folder of the sample, which only the process can read."""
 SOCKET = "/run/agentrl-task.sock"
 RECORD = Path("/var/lib/agentrl-task/reward.json")
-"""Reward and metrics so far, in the form of a Harbor verifier. Missing if the environment has failed."""
+"""Reward and metrics so far, in the format of a Harbor verifier. Missing if the environment has failed."""
 USER = 65532
 MAX_LINE = 1 << 20
 READY_S, LEASE_S = 110.0, 7 * 86_400.0
@@ -38,8 +38,8 @@ class Play:
 
     Args:
         session: the session.
-        tools: the tools that are offered.
-        record: file that is written after every step.
+        tools: the tools offered to the model.
+        record: file written after every step.
     """
 
     def __init__(self, session: ClientSession, tools: tuple[ToolSpec, ...], record: Path = RECORD) -> None:
@@ -51,7 +51,7 @@ class Play:
         self._write({})
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the single line of a connection, which is a tool call or ``{}`` for the opening."""
+        """Answer the only line of a connection: a tool call, or ``{}`` for the opening."""
         try:
             call = json.loads(await reader.readline())
             if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
@@ -109,13 +109,13 @@ async def serve(listening: socket.socket, folder: Path = FOLDER, record: Path = 
 
 
 def answers(path: str = SOCKET) -> bool:
-    """Return True if the process answers at its socket."""
+    """Return True if the process answers on its socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 
 
 def start() -> bool:
-    """Start the process unless it runs. Return True if it answers."""
+    """Start the process if it is not running. Return True if it answers."""
     if answers():
         return True
     RECORD.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def run() -> None:
 
 
 def text_of(messages: tuple[Message, ...]) -> str:
-    """Join the contents of messages to one text."""
+    """Join the contents of messages into one text."""
     parts = [message.content for message in messages]
     return "\n\n".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
 

@@ -1,8 +1,8 @@
-"""Tasks as Harbor task folders, for ``agentrl-env export harbor``.
+"""Export tasks as Harbor task folders, for ``agentrl-env export harbor``.
 
-Each folder is one sample with its seed: ``instruction.md`` is the opening and the tools, ``environment``
-builds an image with the task, in which the command ``task`` calls its tools, ``tests/test.sh`` reports the
-reward that the session has recorded, and ``solution/solve.sh`` repeats the moves of the task's expert.
+Each folder holds one sample with its seed. ``instruction.md`` has the opening and the tools. ``environment``
+builds an image with the task and the command ``task``, which calls its tools. ``tests/test.sh`` reports the
+recorded reward, and ``solution/solve.sh`` repeats the moves of the task's expert.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl_env.types import Message, SessionInfo, TaskInfo, ToolSpec
 AGENT = "agent"
 _AGENT_ID = 65531
 _STEP_S = 60.0
-"""Seconds of the agent's time limit for each turn of the task."""
+"""Seconds added to the agent's time limit for each turn of the task."""
 _INSTRUCTION = """{opening}
 
 ## How to act
@@ -90,7 +90,7 @@ WORKDIR /home/{user}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A written folder and the reward of its solution. The reward is None if there is no solution."""
+    """An exported folder and the reward of its solution, or None without a solution."""
 
     folder: Path
     oracle: float | None
@@ -106,16 +106,16 @@ async def export(
     requirements: Sequence[str] = (),
     wheelhouse: Path | None = None,
 ) -> list[Exported]:
-    """Write the first samples of a split as task folders below ``out``.
+    """Write the first samples of a split as task folders in ``out``.
 
     Args:
         target: a folder with an ``environment.py``, ``file.py:Class`` or ``module:Class``.
-        out: output folder, which is created if it is missing. Existing task folders in it are an error.
+        out: output folder, created if missing. It must not contain these task folders.
         split: split of the samples.
-        count: number of samples, or less if the split is smaller.
-        base: the base image, with Python 3.11 or newer.
+        count: maximum number of samples.
+        base: base image with Python 3.11 or newer.
         requirements: additional pip requirements.
-        wheelhouse: folder with every required wheel, which are copied, for builds without an index.
+        wheelhouse: folder with all required wheels, which are copied for builds without a package index.
 
     Raises TargetError, LaunchError, WireError.
     """
@@ -144,7 +144,7 @@ async def export(
 
 
 async def _oracle(session: ClientSession) -> tuple[list[tuple[str, str]], float | None]:
-    """Play the expert, one call per turn. Return calls and reward, which is None without an expert."""
+    """Play the expert, one call per turn. Return its calls and reward. Without an expert, it is None."""
     moves, reward = [], 0.0
     while not session.status.final:
         try:

@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verifier.environment_mode": ("shared",),
     "environment.os": ("linux",),
 }
-"""Keys that are supported only with these values."""
+"""Keys supported only with these values."""
 UNSUPPORTED = {
     "steps": "several steps",
     "artifacts": "files that are handed over to the tests",
@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "verifier.environment": "an environment of its own for the tests",
     "verifier.environment_mode": "an environment of its own for the tests",
 }
-"""The meaning of each unsupported key, for the log message about an omitted task."""
+"""Meaning of each unsupported key, for the log message about an omitted task."""
 FILES = {
     "environment/docker-compose.yaml": "several containers",
     "environment/docker-compose.yml": "several containers",
@@ -56,7 +56,7 @@ FILES = {
     "tests/docker-compose.yaml": "several containers",
     "tests/docker-compose.yml": "several containers",
 }
-"""Unsupported files of a folder, and their meaning."""
+"""Unsupported files in a folder, and their meaning."""
 NETWORKS = {None: None, "public": True, "no-network": False}
 """Network modes of ``task.toml``."""
 SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
@@ -66,7 +66,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthCheck:
-    """A command that runs as root until it succeeds, before the model starts. Times are in seconds."""
+    """A command that runs as root before the model starts, until it succeeds. Times are in seconds."""
 
     command: str
     interval: float = 5.0
@@ -77,7 +77,7 @@ class HealthCheck:
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> HealthCheck | None:
-        """Return the check of a ``task.toml``, if any. Raises ValueError."""
+        """Return the check in a ``task.toml``, or None. Raises ValueError."""
         given = _get(settings, "environment.healthcheck")
         if not given:
             return None
@@ -96,12 +96,12 @@ class HealthCheck:
             starting = time.monotonic() - begun < self.start_period
             failures += not starting
             if failures >= self.retries:
-                raise SandboxFailed(f"the health check of the machine fails: {done.text[-300:]}")
+                raise SandboxFailed(f"the health check of the machine failed: {done.text[-300:]}")
             time.sleep(self.start_interval if starting else self.interval)
 
 
 class Unusable(Exception):
-    """A task folder cannot be served. The message is the reason."""
+    """Raised if a task folder cannot be served. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ class HarborTask:
     verifier_network: bool = True
     """True if the tests can reach a network."""
     workdir: str | None = None
-    """Working folder of every command. None uses the image's folder."""
+    """Working directory of every command. None for the image's default."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every command."""
+    """Environment variables of every command."""
     user: str | None = None
     """User of the model's commands. None for root."""
     check: HealthCheck | None = None
@@ -143,13 +143,13 @@ class HarborTask:
             raise Unusable(f"cannot read it: {error}") from error
         for key, value in _unsupported(settings):
             if key in UNSUPPORTED:
-                raise Unusable(f"{key} asks for {UNSUPPORTED[key]}, which is not supported")
+                raise Unusable(f"{key} requires {UNSUPPORTED[key]}, which is not supported")
             raise Unusable(f"{key} = {value!r:.80} is not supported")
         if not (folder / "tests/test.sh").is_file():
             raise Unusable("it has no tests/test.sh")
         for name, meaning in FILES.items():
             if (folder / name).exists():
-                raise Unusable(f"{name} asks for {meaning}, which is not supported")
+                raise Unusable(f"{name} requires {meaning}, which is not supported")
         try:
             user = _get(settings, "agent.user")
             network = _network(settings, "environment", _flag(settings, "environment.allow_internet"))
@@ -176,7 +176,7 @@ class HarborTask:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise Unusable(f"task.toml: {error}") from error
         if task.user is not None and not task.needs_image:
-            raise Unusable("agent.user asks for another user, which needs an image")
+            raise Unusable("agent.user sets another user, which requires an image")
         return task
 
     @property
@@ -186,12 +186,12 @@ class HarborTask:
 
     @property
     def check_s(self) -> float:
-        """Seconds that the health check may take."""
+        """Maximum seconds of the health check."""
         return self.check.seconds if self.check is not None else 0.0
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of ``Sandbox.run`` for every command."""
+        """Options for ``Sandbox.run``, for every command."""
         return {"cwd": self.workdir, "env": self.env}
 
     @property
@@ -220,7 +220,7 @@ class HarborTask:
         return f"mkdir -p /solution; echo {text} | base64 -d | tar -xJf - -C /solution; {run}"
 
     def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of one subfolder, relative path -> content."""
+        """Return the contents of one subfolder's files by relative path."""
         root = self.folder / part
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
@@ -234,7 +234,7 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _unsupported(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each unsupported key that is set, with its value. Empty values count as not set."""
+    """Yield each unsupported key with its value. Empty values count as not set."""
     for name, value in settings.items():
         key = f"{section}.{name}" if section else name
         if key in SECTIONS and isinstance(value, Mapping):
@@ -244,7 +244,7 @@ def _unsupported(settings: Mapping[str, Any], section: str = "") -> Iterator[tup
 
 
 def _flag(settings: Mapping[str, Any], key: str) -> bool:
-    """Return a flag that is on by default. Raises ValueError."""
+    """Return a flag that defaults to true. Raises ValueError."""
     value = _get(settings, key)
     if value not in (None, True, False):
         raise ValueError(f"{key} = {value!r} is neither true nor false")
@@ -284,7 +284,7 @@ def _size(settings: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _variables(settings: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return environment variables. ``${NAME}`` and ``${NAME:-else}`` are replaced from this process."""
+    """Return environment variables, with ``${NAME}`` and ``${NAME:-default}`` expanded from this process."""
 
     def replaced(found: re.Match[str]) -> str:
         value = os.environ.get(found[1], found[2])

@@ -1,9 +1,9 @@
-"""Harbor task folders as a task: the target ``harbor:DIR`` serves every task folder below DIR.
+"""Harbor task folders as a task. The target ``harbor:DIR`` serves every task folder below DIR.
 
 A task folder has ``task.toml``, ``instruction.md``, ``environment/`` (a Dockerfile, or the files of the
-working folder), ``tests/test.sh`` and, as the oracle, ``solution/solve.sh``. The model works in a container
-of the task's image, as root, with a shell. Its files are then copied into another container, in which the
-task's own tests compute the reward. A folder without an image is served in bubblewrap instead.
+working directory), ``tests/test.sh`` and, as the oracle, ``solution/solve.sh``. The model works in a
+container of the task's image, as root, with a shell. Its files are then copied into another container, in
+which the task's own tests compute the reward. A folder without an image is served in bubblewrap instead.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ logger = logging.getLogger("agentrl_env")
 SPLITS = ("train", "validation", "test")
 """Folders below DIR that are splits. Without them, all tasks are in the split "train"."""
 DEPTH = 6
-"""Number of levels below DIR that are searched for task folders."""
+"""Number of levels below DIR to search for task folders."""
 COMMAND_S = 180.0
-"""Maximum seconds of a command, unless the model sets another limit."""
+"""Time limit of a command in seconds, unless the model sets another one."""
 GRADING_S = 60.0
 """Seconds for opening and copying containers, in addition to the limits of the task."""
 MAX_OUTPUT = 16_384
@@ -48,7 +48,7 @@ _builds = threading.Lock()
 
 
 class NoReward(Exception):
-    """The tests of a task ended without a reward. The message has the reason and the end of their output."""
+    """Raised if tests end without a reward. The message has the reason and the end of their output."""
 
 
 class HarborTasks(Environment):
@@ -56,15 +56,15 @@ class HarborTasks(Environment):
 
     max_turns = 100
     tasks: ClassVar[Mapping[str, Mapping[str, HarborTask]]] = {}
-    """Split -> name -> task."""
+    """Tasks by split and name."""
     network: ClassVar[bool] = True
-    """False denies the model's commands all networks. The tests have the network that their task requests."""
+    """False denies the model's commands any network. The tests keep the network that their task requests."""
 
     box: Sandbox | None = None
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, str]]:
-        """Return the names of the tasks, in alphabetical order."""
+        """Return the task names in alphabetical order."""
         return [{"task": name} for name in cls.tasks[split]]
 
     def open_box(self, task: HarborTask) -> Sandbox:
@@ -97,7 +97,7 @@ class HarborTasks(Environment):
             if task.workdir is not None:
                 made = box.run(["mkdir", "-p", task.workdir], cwd="/")
                 if made.code != 0:
-                    raise SandboxFailed(f"environment.workdir {task.workdir} cannot be made: {made.text}")
+                    raise SandboxFailed(f"cannot create environment.workdir {task.workdir}: {made.text}")
             if task.user is not None:
                 box.run("mkdir -p /solution && chmod 777 /solution")  # the oracle writes there
             if task.check is not None:
@@ -133,11 +133,11 @@ class HarborTasks(Environment):
         return self._graded("The task has been graded.")
 
     def respond(self, text: str) -> Done:
-        """Grade if the model answers without a call."""
+        """Grade the machine when the model answers without a call."""
         return self._graded("The task has been graded.")
 
     def score(self) -> dict[str, float]:
-        """Return the metrics of the tests."""
+        """Return the metrics reported by the tests."""
         return self.metrics
 
     def expert(self, rng: np.random.Generator) -> ToolCall:
@@ -157,13 +157,13 @@ class HarborTasks(Environment):
         try:
             reward, self.metrics = grade(self.task, self.box)
         except NoReward:
-            # An infrastructure failure also fails the tests of an untouched machine. This is not a reward.
+            # If the tests of an untouched machine fail too, the infrastructure failed. This is not a reward.
             with self._ready_box(self.task) as untouched:
                 try:
                     grade(self.task, untouched)
                 except NoReward as error:
                     raise RuntimeError(
-                        f"the tests of {self.task.name} give no reward for an untouched machine: {error}"
+                        f"the tests of {self.task.name} report no reward for an untouched machine: {error}"
                     ) from error
             reward, self.metrics = 0.0, {"tests_ended": 0.0}
         self.metrics["success"] = float(reward >= 1.0)
@@ -171,9 +171,9 @@ class HarborTasks(Environment):
 
 
 def load(target: str) -> type[HarborTasks]:
-    """Return the class that serves a folder. ``DIR?max_turns=50&network=false`` changes two settings.
+    """Return the class that serves a folder. ``DIR?max_turns=50&network=false`` changes the two settings.
 
-    Raises TargetError, with the reasons, if no task is usable. Unsupported tasks are omitted and logged.
+    Unsupported tasks are omitted and logged. Raises TargetError with the reasons if no task is usable.
     """
     place, _, query = target.partition("?")
     root = Path(place).expanduser()
@@ -191,7 +191,7 @@ def load(target: str) -> type[HarborTasks]:
         tasks[split], left_out = read_tasks(folder)
         reasons += left_out
     for reason in reasons:
-        logger.warning("left out: %s", reason)
+        logger.warning("omitted: %s", reason)
     if not any(tasks.values()):
         found = "; ".join(reasons[:3]) or "no folder below it has a task.toml"
         raise TargetError(f"harbor:{target}: nothing to serve: {found}")
@@ -214,7 +214,7 @@ def load(target: str) -> type[HarborTasks]:
 
 
 def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
-    """Return the tasks at or below a folder by name, sorted, and the reasons for omitted tasks."""
+    """Return the tasks in or below a folder, sorted by name, and the reasons for omitted tasks."""
     tasks: dict[str, HarborTask] = {}
     reasons = []
     found = [root / "task.toml"] if (root / "task.toml").is_file() else []
@@ -232,10 +232,10 @@ def read_tasks(root: Path) -> tuple[dict[str, HarborTask], list[str]]:
 
 
 def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
-    """Return the reward of the task's tests for a machine's files, and their other numbers.
+    """Return the reward and the metrics that the task's tests compute for a machine's files.
 
-    The tests run in a copy of the machine without its processes, so the machine does not change. Raises
-    NoReward and SandboxFailed.
+    The tests run in a copy of the machine's files, without its processes, so the machine does not change.
+    Raises NoReward and SandboxFailed.
     """
     if not box.alive:
         box.run("true")  # raises unless its own commands ended it
@@ -262,12 +262,12 @@ def grade(task: HarborTask, box: Sandbox) -> tuple[float, dict[str, float]]:
 
 
 def rewards(text: bytes, scalar: bytes | None = None) -> tuple[float, dict[str, float]]:
-    """Return the reward in a file and its other numbers.
+    """Return the reward and the other numbers in a file.
 
     Args:
-        text: a number, or an object with "reward" or with one number. Other values of the object, such as
-            null, are ignored.
-        scalar: content of ``reward.txt``, if there is one: the reward of an object without "reward".
+        text: a number, or an object with "reward" or a single number. Other values, such as null, are
+            ignored.
+        scalar: content of ``reward.txt``, if it exists. It is the reward if the object has no "reward".
 
     Raises ValueError if there is no reward.
     """
@@ -295,9 +295,9 @@ def _content(box: Sandbox, path: str) -> bytes | None:
 
 
 def built_image(task: HarborTask) -> str:
-    """Return the name of the image of a task's Dockerfile. Build the image if the daemon does not have it.
+    """Return the image name of a task's Dockerfile. Builds the image if the daemon does not have it.
 
-    The name contains a hash of the folder, so that a changed task has another image. Raises SandboxFailed.
+    The name contains a hash of the folder, so a changed task gets a new image. Raises SandboxFailed.
     """
     import docker
 

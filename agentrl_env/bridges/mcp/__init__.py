@@ -1,1 +1,1 @@
-"""MCP: tasks as MCP servers, and MCP servers as tasks."""
+"""Serve tasks over MCP, and use MCP servers as tasks."""

@@ -1,16 +1,17 @@
 """An MCP server as a task: ``agentrl-env serve 'mcp:COMMAND#reward=module:function&prompt=...'``.
 
-The server is a command, started for each session, or the URL of a streamable HTTP server, with a connection
-for each session: ``mcp:http://host/mcp#reward=...``. Its tools are the task's tools. A message without a tool
-call is the model's answer, which ends the episode with the reward of the user's function::
+The server is a command, started once per session, or the URL of a streamable HTTP server, with one connection
+per session: ``mcp:http://host/mcp#reward=...``. The server's tools become the task's tools. A message without
+a tool call is the model's answer. It ends the episode with the reward that your function returns::
 
     def reward(sample: TaskSample, calls: list[McpCall], answer: str) -> float:
         return float(sample.data["answer"] in answer)
 
-The prompt is that of the options, or ``prompt`` of the sample's data. The option ``samples=module:function``
-names a function that returns the samples of a split, as ``Environment.samples`` does. ``env=NAME=VALUE`` sets
-an environment variable of a command and ``header=NAME: VALUE`` a header of a URL. ``${NAME}`` in a value is
-replaced from the environment of this process.
+The prompt comes from the option ``prompt`` or from ``prompt`` in the sample's data. The option
+``samples=module:function`` names a function that returns the samples of a split, like
+``Environment.samples``. ``env=NAME=VALUE`` sets an environment variable of a command, and
+``header=NAME: VALUE`` a header of a URL. ``${NAME}`` in a value is replaced from the environment of this
+process.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ _NUMBERS = {"max_turns": int, "tool_timeout": float, "reset_timeout": float}
 _FUNCTIONS = ("reward", "samples")
 _TEXTS = ("name", "prompt")
 _PAIRS = {"env": ("env", "="), "header": ("headers", ":")}
-"""Options that can be repeated: the argument of ``mcp_task``, and what separates name and value."""
+"""Repeatable options: the argument of ``mcp_task``, and the separator of name and value."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _BROKEN = {-32700, -32600, -32601, -32000, 408}
-"""Codes of requests that the server could not read or did not answer, and of a closed connection."""
+"""Error codes for unreadable requests, unanswered requests and closed connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpCall:
-    """One call of a tool in an episode.
+    """One tool call in an episode.
 
     Args:
-        name: the tool.
-        arguments: its arguments.
+        name: name of the tool.
+        arguments: arguments of the call.
         answer: text of its result.
-        is_error: True if the server says that the call failed.
+        is_error: True if the server reported an error.
     """
 
     name: str
@@ -80,7 +81,7 @@ Reward = Callable[[TaskSample, list[McpCall], str], Any]
 
 
 def load(address: str) -> type[McpTask]:
-    """Return the class of the MCP server of a target. Raises TargetError."""
+    """Return the class for the MCP server of a target. Raises TargetError."""
     server, _, fragment = address.rpartition("#")
     options: dict[str, Any] = {}
     for name, text in parse_qsl(fragment if server else ""):
@@ -116,22 +117,22 @@ def mcp_task(
     headers: Mapping[str, str] | None = None,
     **attributes: Any,
 ) -> type[McpTask]:
-    """Return a class whose tools are those of an MCP server.
+    """Return a task class with the tools of an MCP server.
 
     Args:
         server: a command line, or the URL of a streamable HTTP server.
-        reward: called with the sample, the calls and the answer at the end of an episode; may be async.
-        samples: returns the samples of a split; by default endless and empty.
-        env: environment variables of a command, besides those that the SDK passes on, such as ``PATH``.
-        headers: HTTP headers of a URL, such as an authorization.
-        attributes: of the class, such as ``name``, ``prompt`` or ``max_turns``.
+        reward: called with the sample, the calls and the answer at the end of an episode. Can be async.
+        samples: returns the samples of a split. By default a split is endless, and its samples have no data.
+        env: environment variables for a command, in addition to the inherited ones such as ``PATH``.
+        headers: HTTP headers for a URL, such as ``Authorization``.
+        attributes: attributes of the class, such as ``name``, ``prompt`` or ``max_turns``.
 
-    Raises TargetError where the server does not start, or the SDK is not installed.
+    Raises TargetError if the server does not start or the SDK is not installed.
     """
     if headers and not _is_url(server):
-        raise TargetError(f"{server}: headers need the URL of a server; give a command environment variables")
+        raise TargetError(f"{server}: headers require a URL; use environment variables for a command")
     if env and _is_url(server):
-        raise TargetError(f"{server}: environment variables need a command; give a URL headers")
+        raise TargetError(f"{server}: environment variables require a command; use headers for a URL")
     endpoint = Endpoint(address=server, env=env or {}, headers=headers or {})
     if reason := missing_sdk():
         raise TargetError(f"{server} {reason}")
@@ -139,7 +140,7 @@ def mcp_task(
     try:
         name, instructions, tools = loop.run(_describe(endpoint), LOAD_S)
     except (Exception, asyncio.CancelledError) as error:
-        raise TargetError(f"{server}: no MCP server answers: {_innermost(error)}") from error
+        raise TargetError(f"{server}: cannot connect to the MCP server: {_innermost(error)}") from error
     finally:
         loop.close()
     fields: dict[str, Any] = {
@@ -166,7 +167,7 @@ async def _describe(endpoint: Endpoint) -> tuple[str, str | None, list[ForeignTo
 
 
 async def _listed(request: Request) -> AsyncIterator[ForeignTool]:
-    """Yield the tools of a server as it describes them."""
+    """Yield a server's own descriptions of its tools."""
     parameters: dict[str, Any] = {}
     while True:
         page = await request("tools/list", parameters)
@@ -180,10 +181,10 @@ async def _listed(request: Request) -> AsyncIterator[ForeignTool]:
 
 
 async def _call(request: Request, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """Call a tool; return the text of its result, and True if the server reports an error of the call.
+    """Call a tool. Return the text of its result, and True if the call failed.
 
-    The TypeScript SDK reports an exception of a tool as an error of the protocol, the Python SDK as a result
-    with ``isError``. Both are errors of the call.
+    If a tool raises an exception, the TypeScript SDK sends a protocol error and the Python SDK a result with
+    ``isError``. Both count as a failed call.
     """
     try:
         result = await request("tools/call", {"name": name, "arguments": arguments})
@@ -199,7 +200,7 @@ async def _call(request: Request, name: str, arguments: dict[str, Any]) -> tuple
 
 
 def _text(block: Any) -> str:
-    """Return a content block of MCP as text for the model."""
+    """Return an MCP content block as text for the model."""
     kind = block.get("type") if isinstance(block, dict) else None
     match kind:
         case "text":
@@ -231,15 +232,15 @@ def _resource_text(resource: Mapping[str, Any]) -> str:
 
 
 class McpTask(Environment):
-    """The episodes of an MCP server; ``mcp_task`` makes a class for each server."""
+    """The episodes of an MCP server. ``mcp_task`` creates a class for each server."""
 
     endpoint: ClassVar[Endpoint]
     reward: ClassVar[Any] = None
     prompt: ClassVar[str] = ""
-    """Opening message; that of the sample's data takes precedence."""
+    """Opening message. ``prompt`` in the sample's data takes precedence."""
 
     async def reset(self, sample: TaskSample, rng: Any) -> list[Message]:
-        """Connect, and return the server's instructions and the prompt."""
+        """Connect to the server, and return its instructions and the prompt."""
         self.sample = sample
         self.calls: list[McpCall] = []
         self.connection = Connection(self.endpoint)
@@ -264,13 +265,13 @@ class McpTask(Environment):
         )
 
     async def close(self) -> None:
-        """End the connection, and the server's process."""
+        """Close the connection and end the server's process."""
         if hasattr(self, "connection"):
             await self.connection.close()
 
 
 class Connection:
-    """A connection to an MCP server, kept by a task of its own, as the SDK requires.
+    """A connection to an MCP server. It runs in its own asyncio task, as the SDK requires.
 
     Args:
         endpoint: the server.
@@ -281,25 +282,25 @@ class Connection:
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.begun: dict[str, Any] = {}
-        """Answer of the server to ``initialize``, as MCP writes it in JSON."""
+        """The server's JSON result of ``initialize``."""
 
     async def open(self) -> Request:
-        """Return what sends a request. Raises what the connection does."""
+        """Connect, and return a function that sends requests. Raises any error of the connection."""
         opened: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep(opened))
         await asyncio.wait((opened, self._task), return_when=asyncio.FIRST_COMPLETED)
         if not opened.done():
             self._task.result()
-            raise ConnectionError("the connection ended at once")
+            raise ConnectionError("the connection ended immediately")
         return opened.result()
 
     async def close(self) -> None:
-        """End the connection; idempotent."""
+        """Close the connection. Idempotent."""
         self._end.set()
         if self._task is not None:
             await asyncio.wait((self._task,))
             if not self._task.cancelled():
-                self._task.exception()  # a connection that broke has failed a call already
+                self._task.exception()  # a broken connection has already failed a call
 
     async def _keep(self, opened: asyncio.Future[Request]) -> None:
         from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
@@ -327,14 +328,14 @@ def _is_url(server: str) -> bool:
 
 
 def _variable(found: re.Match[str]) -> str:
-    """Return the value of a variable of this process. Raises TargetError."""
+    """Return the value of an environment variable. Raises TargetError if it is not set."""
     if found[1] not in os.environ:
         raise TargetError(f"mcp: the environment variable {found[1]} is not set")
     return os.environ[found[1]]
 
 
 def _function(path: str) -> Any:
-    """Return the function of a dotted path such as ``module:function``. Raises TargetError."""
+    """Import the function at a path such as ``module:function``. Raises TargetError."""
     module, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""Version 1 or 2 of the MCP SDK, whichever is installed, behind the same functions."""
+"""The same functions for versions 1 and 2 of the MCP SDK, whichever is installed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 Answer = Callable[[Any], Awaitable[dict[str, Any]]]
-"""Takes the parameters of a request, and returns its result as MCP writes it in JSON."""
+"""Takes the parameters of a request and returns its JSON result."""
 Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Sends method and parameters, and returns the result. Raises ``error_type()``."""
+"""Sends a method with parameters and returns the result. Raises ``error_type()``."""
 _MODELS = {
     "tools/list": ("ListTools", "PaginatedRequestParams"),
     "tools/call": ("CallTool", "CallToolRequestParams"),
     "prompts/list": ("ListPrompts", "PaginatedRequestParams"),
     "prompts/get": ("GetPrompt", "GetPromptRequestParams"),
 }
-"""Methods with the stem of their request's and result's models, and the model of their parameters."""
+"""For each method, the common prefix of its request and result models, and the model of its parameters."""
 
 
 def missing_sdk() -> str | None:
-    """Return why the SDK of MCP cannot be used, as the end of a sentence; None if it can."""
+    """Return the reason why the MCP SDK cannot be used, as the end of a sentence, or None if it can."""
     try:
         installed = version("mcp")
     except PackageNotFoundError:
@@ -42,13 +42,13 @@ def is_second() -> bool:
 
 
 def make_server(name: str, *, version: str, instructions: str | None, answers: Mapping[str, Answer]) -> Any:
-    """Return a server of the SDK.
+    """Return an MCP server.
 
     Args:
         name: shown to clients.
         version: shown to clients.
         instructions: shown to clients.
-        answers: a function for each method that the server has.
+        answers: a function for each supported method.
     """
     from mcp import types
     from mcp.server.lowlevel import Server
@@ -81,14 +81,14 @@ def _second(answer: Answer) -> Callable[[Any, Any], Awaitable[dict[str, Any]]]:
 
 
 def error_type() -> Any:
-    """Return the exception with which the SDK reports an error of the protocol."""
+    """Return the SDK's exception class for protocol errors."""
     import mcp
 
     return getattr(mcp, "MCPError" if is_second() else "McpError")
 
 
 def protocol_error(code: int, message: str, data: Any = None) -> Exception:
-    """Return an error of the protocol, to be raised by an ``Answer``."""
+    """Return a protocol error, for an ``Answer`` to raise."""
     from mcp import types
 
     if is_second():
@@ -97,12 +97,12 @@ def protocol_error(code: int, message: str, data: Any = None) -> Exception:
 
 
 async def connected(streams: Sequence[Any], stack: AsyncExitStack) -> tuple[dict[str, Any], Request]:
-    """Begin a client's connection. Return the answer to ``initialize`` and a function that sends requests.
+    """Initialize a client connection. Return the result of ``initialize`` and a function that sends requests.
 
-    Results are not validated by the models of the SDK, which reject all tools of a server if one is invalid.
+    Results bypass the SDK's models, because these reject all tools of a server if one tool is invalid.
 
     Args:
-        streams: read and write streams of a transport of the SDK.
+        streams: read and write streams of an SDK transport.
         stack: exit stack that keeps the connection open.
     """
     import mcp

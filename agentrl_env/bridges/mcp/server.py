@@ -1,8 +1,8 @@
-"""A task as an MCP server at ``/mcp/TASK``: streamable HTTP, one session for each connection.
+"""A task as an MCP server at ``/mcp/TASK``, with streamable HTTP and one session per connection.
 
 The query or the headers of the connection choose the problem: ``/mcp/guess?split=test&index=3&seed=7``, or
 ``x-agentrl-seed: 7``. The opening messages are the server's instructions and its prompt ``opening``. Each
-call of a tool is one turn; its result carries messages, reward and status as structured content.
+tool call is one turn. Its structured content holds messages, reward and status.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ HEADER = "x-agentrl-"
 PROMPT = "opening"
 """Name of the prompt with the opening messages."""
 META = "agentrl-env/"
-"""Prefix of our keys in ``_meta``."""
+"""Prefix of this project's keys in ``_meta``."""
 INVALID_REQUEST, INVALID_PARAMS, SERVER_ERROR = -32600, -32602, -32000
 
 logger = logging.getLogger(__name__)
 
 
 def mount(app: FastAPI, api: Api) -> None:
-    """Add the route of all tasks of ``api``; its connections end with the application."""
+    """Add the MCP route for all tasks of ``api``. Its connections end with the application."""
     endpoint = McpEndpoint(api)
     app.router.routes.append(Route("/mcp/{task}", endpoint))
     call_at_end(app, endpoint.aclose)
@@ -70,9 +70,9 @@ class McpEndpoint:
         """Connections of agent tokens by session."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request. Raises NotSupported where the SDK is not installed."""
+        """Answer one HTTP request. Raises NotSupported if the SDK is not installed."""
         request = Request(scope, receive)
-        if request.method == "GET":  # a stream of messages that the server begins, of which there are none
+        if request.method == "GET":  # for server-initiated messages, which this server does not send
             await Response(status_code=405, headers={"allow": "POST, DELETE"})(scope, receive, send)
             return
         held = request.headers.get("mcp-session-id")
@@ -91,7 +91,7 @@ class McpEndpoint:
         if call is None:
             await _refusal("begin the connection with initialize", 400)(scope, receive, send)
             return
-        # The first import takes a second, in which the event loop must not be blocked.
+        # The first import takes a second and must not block the event loop.
         await asyncio.to_thread(import_module, "mcp.server.streamable_http")
         try:
             choice = _choice(request.query_params, request.headers)
@@ -105,7 +105,7 @@ class McpEndpoint:
         await connection.begin(scope, _replay(body, receive), send)
 
     async def aclose(self) -> None:
-        """End every connection and its session."""
+        """Close every connection and its session."""
         await asyncio.gather(*(connection.aclose() for connection in list(self._connections.values())))
 
     def _connect(self, episode: Episode) -> Connection:
@@ -129,7 +129,7 @@ class Connection:
 
     Args:
         episode: the episode that it plays.
-        agent: session of the agent token that opened it; None for the operator.
+        agent: session of the agent token that opened the connection, or None for the operator.
         at_end: called once the connection has ended.
     """
 
@@ -138,7 +138,8 @@ class Connection:
 
         self.agent = agent
         self.mcp_session_id = uuid4().hex
-        # A session ends by its lease. A connection ends if it is not used for longer than a call may wait.
+        # A session ends with its lease. A connection ends after it has been idle for longer than a call can
+        # wait.
         self.transport: Any = StreamableHTTPServerTransport(
             self.mcp_session_id, is_json_response_enabled=True, idle_timeout=MAX_WAIT_S
         )
@@ -149,7 +150,7 @@ class Connection:
         self._serving = asyncio.create_task(self._serve())
 
     async def begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request that begins the connection. The connection ends if the request fails."""
+        """Answer the request that opens the connection. The connection ends if the request fails."""
         status = 500
 
         async def watched(message: AsgiMessage) -> None:
@@ -168,11 +169,11 @@ class Connection:
                 self.cancel()
 
     def cancel(self) -> None:
-        """End the connection soon; idempotent."""
+        """Request the end of the connection. Idempotent."""
         self._until_cancelled.cancel()
 
     async def aclose(self) -> None:
-        """End the connection and its session."""
+        """Close the connection and its session."""
         self.cancel()
         await asyncio.wait((self._serving,))
 
@@ -254,7 +255,7 @@ def _object(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _contents(message: Message) -> list[dict[str, str]]:
-    """Return a message as content blocks of MCP: text, and images that are data URLs."""
+    """Return a message as MCP content blocks: text, and images given as data URLs."""
     if not isinstance(message.content, list):
         return [{"type": "text", "text": message.content or ""}]
     blocks: list[dict[str, str]] = []
@@ -282,7 +283,7 @@ def _is_base64(text: str) -> bool:
 
 
 def _initialize(body: bytes) -> dict[str, Any] | None:
-    """Return the JSON-RPC request of a body that begins a connection; None for any other."""
+    """Return the JSON-RPC request if a body opens a connection, otherwise None."""
     try:
         call = from_json(body)
     except ValueError:
@@ -291,10 +292,10 @@ def _initialize(body: bytes) -> dict[str, Any] | None:
 
 
 def _choice(query: QueryParams, headers: Headers) -> dict[str, Any]:
-    """Return the fields that choose the problem. Raises InvalidRequest for an unknown one."""
+    """Return the fields that choose the problem. Raises InvalidRequest for an unknown query parameter."""
     unknown = sorted(set(query) - set(CHOICE))
     if unknown:
-        raise InvalidRequest(f"there is no query parameter {echo(unknown[0])}; there are {', '.join(CHOICE)}")
+        raise InvalidRequest(f"unknown query parameter {echo(unknown[0])}; known: {', '.join(CHOICE)}")
     shown = {field: query.get(field, headers.get(f"{HEADER}{field.replace('_', '-')}")) for field in CHOICE}
     return {
         field: value if field == "split" else _value(value)
@@ -304,7 +305,7 @@ def _choice(query: QueryParams, headers: Headers) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return the JSON value that a text is, else the text: an index may be ``3`` or ``easy-3``."""
+    """Parse a text as JSON, or return it unchanged: an index can be ``3`` or ``easy-3``."""
     try:
         return from_json(text)
     except ValueError:
@@ -322,7 +323,7 @@ def _refusal(reason: str, status: int) -> JSONResponse:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that gives a body which was read already."""
+    """Return a ``receive`` that replays a body."""
     unread = True
 
     async def again() -> AsgiMessage:

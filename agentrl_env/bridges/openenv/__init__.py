@@ -1,1 +1,1 @@
-"""OpenEnv: tasks behind its clients, and its environments as tasks."""
+"""Serve tasks to OpenEnv clients, and use OpenEnv environments as tasks."""

@@ -1,9 +1,9 @@
 """An OpenEnv server as a task: ``agentrl-env serve openenv+http://host:8000``.
 
-Each session has its own WebSocket with one request at a time, because OpenEnv's protocol has no ids that
-match answers to requests. After a timeout, the socket is closed and the session fails, so that a late answer
-never reaches a later step. At startup two episodes with the same seed are compared. A server that ignores
-seeds is reported in the log and by the metric ``seed_ignored`` of every episode.
+Each session has its own WebSocket with one request at a time, because OpenEnv's protocol has no request ids.
+After a timeout, the socket is closed and the session fails, so a late answer never reaches a later step. At
+startup, two episodes with the same seed are compared. A server that ignores seeds is reported in the log and
+by the metric ``seed_ignored`` of every episode.
 
 Options follow the address: ``openenv+http://host:8000#name=chess&max_turns=40``. Instead of an address,
 ``openenv+docker:IMAGE`` names an image. Its server runs in a container that ends with the task.
@@ -35,20 +35,20 @@ from agentrl_env.types import TaskSample
 logger = logging.getLogger("agentrl_env")
 
 TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}
-"""Titles of the action schemas of environments with tool calls as actions."""
+"""Titles of action schemas if actions are tool calls."""
 LOAD_S, CONNECT_S = 30.0, 10.0
 START_S = 300.0
-"""Seconds within which the server of an image must answer."""
+"""Seconds for the server of an image to start."""
 MAX_BYTES = 100 * 1024 * 1024
 RETRY_S = (0.1, 2.0)
-"""Shortest and longest pause before another attempt at a server without room."""
+"""Shortest and longest pause before retrying a full server."""
 ENVELOPE = {"done", "reward", "metadata"}
 """Fields of an observation that the model does not see."""
 OPTIONS = {"name": str, "max_turns": int, "tool_timeout": float}
 """Options of a target. They set attributes of the class."""
 IMAGE = "docker:"
 IMAGE_OPTIONS = {"memory": str, "cpus": float}
-"""Additional options of an image, for the limits of its container."""
+"""Additional options of an image: the limits of its container."""
 
 
 def load(address: str) -> type[OpenEnvTask]:
@@ -71,7 +71,7 @@ def load(address: str) -> type[OpenEnvTask]:
     except ValueError as error:
         raise TargetError(f"openenv: {error}") from error
     service = DockerService(url.removeprefix(IMAGE), limits=limits, start_timeout=START_S)
-    options["reset_timeout"] = START_S + LOAD_S  # because ``startup`` might start it again
+    options["reset_timeout"] = START_S + LOAD_S  # ``startup`` might start it again
     try:
         return openenv_task(service.start().url, service=service, **options)
     except BaseException:
@@ -94,7 +94,7 @@ def openenv_task(url: str, **attributes: Any) -> type[OpenEnvTask]:
         return loop.run(_describe(url, attributes), LOAD_S)
     except (httpx.HTTPError, OSError, WebSocketException, ValueError, KeyError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
-        raise TargetError(f"{url}: no OpenEnv server answers there: {reason}") from error
+        raise TargetError(f"{url}: cannot reach an OpenEnv server: {reason}") from error
     finally:
         loop.close()
 
@@ -156,14 +156,14 @@ async def _splits(http: httpx.AsyncClient) -> dict[str, int]:
 
 
 class OpenEnvTask(Environment):
-    """The episodes of an OpenEnv server. ``openenv_task`` makes a class for each server."""
+    """The episodes of an OpenEnv server. ``openenv_task`` creates a class for each server."""
 
     max_turns = 100
     url: ClassVar[str] = ""
     headers: ClassVar[dict[str, str]] = {}
-    """Headers of every request, such as an authorization."""
+    """Headers of every request, such as ``Authorization``."""
     direct: ClassVar[bool] = False
-    """True if the only tool takes the fields of an action."""
+    """True if the task has a single tool, with an action's fields as arguments."""
     sizes: ClassVar[dict[str, int]] = {}
     """Number of tasks of each split. Empty if the server has no task API."""
     service: ClassVar[DockerService | None] = None
@@ -175,12 +175,12 @@ class OpenEnvTask(Environment):
 
     @classmethod
     def samples(cls, split: str) -> Any:
-        """Return a sample for each task of the server, or endless samples if it lists no tasks."""
+        """Return a sample for each task of the server, or endless samples if it does not list tasks."""
         return [{} for _ in range(cls.sizes[split])] if cls.sizes else super().samples(split)
 
     @classmethod
     async def startup(cls) -> None:
-        """Start the container. Start two episodes with one seed, and report a server that ignores it."""
+        """Start the container, and report a server that ignores the seed of two equal episodes."""
         cls.users += 1
         if cls.service is not None:
             cls.url = (await asyncio.to_thread(cls.service.start)).url
@@ -192,7 +192,7 @@ class OpenEnvTask(Environment):
 
     @classmethod
     async def shutdown(cls) -> None:
-        """Remove the container with its last pool."""
+        """Remove the container when its last pool shuts down."""
         cls.users -= 1
         if cls.service is not None and not cls.users:
             await asyncio.to_thread(cls.service.stop)
@@ -206,7 +206,7 @@ class OpenEnvTask(Environment):
             await socket.close()
 
     async def reset(self, sample: TaskSample, rng: Any) -> str:
-        """Start an episode with the seed of the sample and its data as arguments."""
+        """Start an episode, with the sample's seed and data as arguments."""
         self.socket = OpenEnvSocket(self.url, self.headers)
         choice: dict[str, Any] = {"seed": sample.seed % 2**31, **sample.data}
         if self.sizes:
@@ -226,7 +226,7 @@ class OpenEnvTask(Environment):
         return kind(self.render(observation), reward=float(answer.get("reward") or 0.0), metrics=truncated)
 
     def render(self, observation: dict[str, Any]) -> str:
-        """Return an observation as the text that the model sees."""
+        """Return an observation as text for the model."""
         result = observation.get("result")
         if isinstance(result, dict) and "data" in result:
             return _text(result["data"])
@@ -244,7 +244,7 @@ class OpenEnvTask(Environment):
 
 
 class OpenEnvSocket:
-    """A WebSocket of an OpenEnv server, which is its session.
+    """A WebSocket of an OpenEnv server. Each WebSocket is one session.
 
     Args:
         url: address of the server.
@@ -258,10 +258,10 @@ class OpenEnvSocket:
         self._closed = False
 
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the data of its answer.
+        """Send a request and return the data of the answer.
 
-        Any failure closes the socket permanently, because the answer might still arrive. While the server
-        has no room, the first request is repeated.
+        Any failure closes the socket permanently, because the answer might still arrive. The first request is
+        retried while the server is full.
 
         Raises ConnectionError if the server sends an error or is gone.
         """
@@ -293,9 +293,9 @@ class OpenEnvSocket:
                 open_timeout=CONNECT_S,
                 close_timeout=1.0,
                 max_size=MAX_BYTES,
-                ping_interval=None,  # tunnels drop pings, and a long step does not answer them
+                ping_interval=None,  # tunnels drop pings, and pings stay unanswered during a long step
             )
-        with suppress(WebSocketException):  # a server without room has sent its reason, and closed the socket
+        with suppress(WebSocketException):  # a full server sends the reason and closes the socket
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         frame = json.loads(await self._socket.recv())
         answer: dict[str, Any] = frame.get("data") or {}
@@ -320,7 +320,7 @@ class OpenEnvSocket:
 
 
 class _Refused(Exception):
-    """The server did not accept an action."""
+    """Raised if the server rejects an action."""
 
 
 def _shown(observation: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A task as an OpenEnv server at ``/openenv/TASK``, for the clients of ``openenv`` 0.10.
 
 A WebSocket ``/openenv/TASK/ws`` plays one episode after another. ``reset`` opens a session with its keyword
-arguments, and the end of the socket closes the session. ``POST /openenv/TASK/mcp`` keeps the sessions of
+arguments, and closing the socket closes the session. ``POST /openenv/TASK/mcp`` keeps the sessions of
 ``MCPToolClient``, to which a socket attaches with ``?session_id=``.
 
 An action is ``{"type": "call_tool", "tool_name", "arguments"}``, ``{"type": "list_tools"}``, or
@@ -113,7 +113,7 @@ class OpenEnvFacade:
         """Players of ``POST /mcp`` by session id."""
 
     async def health(self, request: Request) -> Response:
-        """Report that the task is served."""
+        """Report that the server is healthy."""
         await self._info(request)
         return JSONResponse({"status": "healthy"})
 
@@ -144,11 +144,11 @@ class OpenEnvFacade:
         """Return the number of samples of a split. Raises NotSupported if it is endless."""
         _, number = await self._split(request)
         if number is None:
-            raise NotSupported("this split is endless; reset with any index or seed")
+            raise NotSupported("this split is endless; call reset with any index or seed")
         return JSONResponse({"num_tasks": number})
 
     async def task(self, request: Request) -> Response:
-        """Return the arguments of ``reset`` that choose a sample. Raises UnknownSample."""
+        """Return the arguments of ``reset`` for a sample. Raises UnknownSample."""
         split, number = await self._split(request)
         index = _object(await request.body()).get("index")
         if not isinstance(index, int) or index < 0 or (number is not None and index >= number):
@@ -311,14 +311,14 @@ class Player:
         self._episode_id = episode_id or self._episode.session_id
         info = self._episode.info
         if info.turn:
-            raise Forbidden("an agent token has one session, which has begun; go on with step")
+            raise Forbidden("the only session of this agent token has begun; continue with step")
         metadata = {"session_id": info.session_id, "split": info.sample.split, "index": info.sample.index}
         if self.agent is None:
             metadata["seed"] = info.sample.seed
         return _observation({"messages": [one.wire() for one in info.messages]}, 0.0, False, metadata)
 
     async def begun(self) -> Episode:
-        """Return the episode, which the first call starts. Raises WireError."""
+        """Return the episode, and start it on the first call. Raises WireError."""
         if self._episode is None:
             self._episode = await Episode.open(self._api, self.task, {})
             self._episode_id = self._episode.session_id
@@ -334,7 +334,7 @@ class Player:
             tools = _tools(offered_tools(info, info.tools), "input_schema")
             return _observation({"tools": tools}, None, False, {})
         if not isinstance(action.get("tool_name"), str):
-            raise InvalidRequest("an action has tool_name and arguments, or message")
+            raise InvalidRequest("an action needs tool_name and arguments, or message")
         return await self.call(action["tool_name"], _arguments(action.get("arguments")))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

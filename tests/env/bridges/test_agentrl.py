@@ -137,7 +137,7 @@ async def test_turn_is_played_once_where_its_caller_gives_up_and_repeats_it(clie
             "interact", headers={"session_id": session_id}, json={"messages": [message]}, timeout=2.0
         )
     other = await client.say(session_id, call("wait", "call_1"))
-    assert (other.status_code, "still playing" in other.json()["message"]) == (400, True)
+    assert (other.status_code, "still processing" in other.json()["message"]) == (400, True)
     repeated = asyncio.create_task(client.say(session_id, message))
     slow.gate.set()
     assert (await repeated).json()["finish"] is False

@@ -191,10 +191,10 @@ def test_rendering_may_be_a_stream_or_nothing():
         ("gym:FrozenLake-v1?bad=1", "unexpected keyword argument 'bad'"),
         ("gym:no_such_module:X-v0", "No module named 'no_such_module'"),
         ("gym:?a=1", "name an environment"),
-        ("gym:CartPole-v1#nothing", "there is no renderer 'nothing'"),
+        ("gym:CartPole-v1#nothing", "cannot load the renderer 'nothing'"),
         ("gym:CartPole-v1#math:pi", "is not a function"),
         (f"gym:{TOY}:Graph-v0", "has no JSON form"),
-        (f"gym:{TOY}:Numbered-v0", "the key 0 is not a text"),
+        (f"gym:{TOY}:Numbered-v0", "the key 0 is not a string"),
         (f"gym:{TOY}:Huge-v0", "1,000 numbers"),
     ],
 )

@@ -176,7 +176,7 @@ command = 'test "$WOOD" = oak && pwd >checked'
 async def test_working_folder_that_cannot_be_made_fails_the_session(tmp_path):
     write_task(tmp_path / "plank", settings=SETTINGS + "workdir = '/proc/shop'\n")
     async with EnvClient.local(f"harbor:{tmp_path}") as client:
-        with pytest.raises(EnvironmentFailed, match=r"environment\.workdir /proc/shop cannot be made"):
+        with pytest.raises(EnvironmentFailed, match=r"cannot create environment\.workdir /proc/shop"):
             await client.open()
 
 
@@ -252,22 +252,22 @@ def test_folders_of_splits_are_splits(tmp_path):
     ("change", "reason"),
     [
         ({"files": {"tests/test.sh": None}, "test": None}, "no tests/test.sh"),
-        ({"settings": SETTINGS + "[[steps]]\nname = 'one'\n"}, "steps asks for several steps"),
+        ({"settings": SETTINGS + "[[steps]]\nname = 'one'\n"}, "steps requires several steps"),
         ({"settings": SETTINGS + "gpus = 1\n"}, "GPUs"),
         ({"settings": SETTINGS + "network_mode = 'allowlist'\n"}, "network_mode = 'allowlist'"),
         (
             {"settings": SETTINGS.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')},
-            "verifier.environment_mode asks for an environment of its own for the tests",
+            "verifier.environment_mode requires an environment of its own for the tests",
         ),
         (
             {"settings": SETTINGS + "[verifier.environment]\ncpus = 2\n"},
-            "verifier.environment asks for an environment of its own for the tests",
+            "verifier.environment requires an environment of its own for the tests",
         ),
         (
             {"settings": SETTINGS + "[[verifier.collect]]\ncommand = 'git diff >/logs/artifacts/patch'\n"},
             "verifier.collect = [{'command':",
         ),
-        ({"settings": 'artifacts = ["/app/out"]\n' + SETTINGS}, "artifacts asks for files"),
+        ({"settings": 'artifacts = ["/app/out"]\n' + SETTINGS}, "artifacts requires files"),
         ({"settings": SETTINGS + "skills_dir = '/skills'\n"}, "environment.skills_dir = '/skills' is not"),
         ({"settings": SETTINGS + "os = 'windows'\n"}, "environment.os = 'windows' is not supported"),
         (
@@ -283,7 +283,7 @@ def test_folders_of_splits_are_splits(tmp_path):
             {"settings": SETTINGS.replace("[verifier]", "network_mode = 'allowlist'\n[verifier]")},
             "agent.network_mode = 'allowlist' is not supported",
         ),
-        ({"files": {"tests/Dockerfile": "FROM scratch"}}, "tests/Dockerfile asks for an image of its own"),
+        ({"files": {"tests/Dockerfile": "FROM scratch"}}, "tests/Dockerfile requires an image of its own"),
         ({"files": {"environment/docker-compose.yaml": "services: {}"}}, "several containers"),
         ({"settings": "this is not TOML"}, "cannot read it"),
         ({"settings": SETTINGS.replace("cpus = 1", "cpus = -1")}, "cpus = -1 is not a positive number"),
@@ -318,7 +318,7 @@ def test_health_check_and_user_are_read(tmp_path):
     image = {"environment/Dockerfile": "FROM scratch\n"}
     task = HarborTask.read(write_task(tmp_path / "plank", settings=settings, files=image))
     assert (task.user, task.check.command, task.check_s) == ("model", "true", 62.0)
-    with pytest.raises(Unusable, match="needs an image"):
+    with pytest.raises(Unusable, match="requires an image"):
         HarborTask.read(write_task(tmp_path / "plain", settings=settings))
     bad = write_task(tmp_path / "bad", settings=settings.replace("command = 'true'", ""), files=image)
     with pytest.raises(Unusable, match="command"):
@@ -330,7 +330,7 @@ async def test_health_check_that_fails_fails_the_session(tmp_path):
     check = "[environment.healthcheck]\ncommand = 'echo no disk; exit 1'\nretries = 2\ninterval_sec = 0\n"
     write_task(tmp_path / "plank", settings=SETTINGS + check)
     async with EnvClient.local(f"harbor:{tmp_path}") as client:
-        with pytest.raises(EnvironmentFailed, match="health check of the machine fails: no disk"):
+        with pytest.raises(EnvironmentFailed, match="health check of the machine failed: no disk"):
             await client.open()
 
 

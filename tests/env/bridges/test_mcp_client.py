@@ -120,9 +120,9 @@ def test_target_on_the_command_line_names_server_reward_and_prompt(monkeypatch):
         (f"mcp:{COMMAND}#reward=calculator:reward&turns=4", "there is no option 'turns'"),
         (f"mcp:{COMMAND}#reward=calculator:reward&env=TOKEN", "write env=NAME=VALUE, not env=TOKEN"),
         (f"mcp:{COMMAND}#reward=calculator:reward&env=A=${{NO_SUCH}}", "variable NO_SUCH is not set"),
-        (f"mcp:{COMMAND}#reward=calculator:reward&header=A:b", "headers need the URL of a server"),
+        (f"mcp:{COMMAND}#reward=calculator:reward&header=A:b", "headers require a URL"),
         ("mcp:http://localhost:1/#reward=calculator:reward&env=A=b", "variables need a command"),
-        ("mcp:/no/such/command#reward=calculator:reward", "no MCP server answers"),
+        ("mcp:/no/such/command#reward=calculator:reward", "cannot connect to the MCP server"),
     ],
 )
 def test_bad_target_is_refused_with_the_reason(target, words, monkeypatch):

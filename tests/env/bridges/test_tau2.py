@@ -173,7 +173,7 @@ def judged(user, monkeypatch):
 def test_task_that_a_model_grades_is_omitted_without_a_judge(judged, caplog):
     with caplog.at_level(logging.WARNING):
         assert load_target("tau2:mock").ids == {"base": ["update_task_1"]}
-    assert "omitted 1 of 2 tasks, which a model grades: set TAU2_JUDGE_URL to its endpoint" in caplog.text
+    assert "omitted 1 of 2 tasks that need a judge model: set TAU2_JUDGE_URL to its endpoint" in caplog.text
 
 
 @pytest.mark.parametrize(
