@@ -1,4 +1,4 @@
-"""Tiny models of the architectures that the trainer meets, with random weights."""
+"""Tiny models with random weights for each supported architecture."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ ALL = DENSE | WINDOWED | MIXTURES | HYBRID
 
 
 def configuration(name: str, **others: Any) -> PreTrainedConfig:
-    """Return the tiny configuration of an architecture, with other options if given."""
+    """Return the tiny configuration of an architecture with the given options."""
     kind, options = (ALL | REFUSED)[name]
     if "text_config" in options:
         return AutoConfig.for_model(
@@ -158,7 +158,7 @@ def tiny(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
     has_images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or name in REFUSED
     kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # norms, biases and routers are constant at first
+    with torch.no_grad():  # norms, biases and routers are constant initially
         for value in [*model.parameters(), *persistent(model).values()]:
             if value.ndim <= 1 or not value.any():
                 value.add_(torch.randn_like(value) * 0.1)
@@ -166,6 +166,6 @@ def tiny(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
 
 
 def persistent(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong into a checkpoint."""
+    """Return the persistent buffers of a model."""
     kept = model.state_dict().keys()
     return {name: value for name, value in model.named_buffers() if name in kept}

@@ -1,4 +1,4 @@
-"""The browser of the tests that look at a page."""
+"""The browser for tests of web pages."""
 
 import shutil
 
@@ -6,5 +6,5 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here; .ci/system-packages chromium installs it"
+    CHROMIUM is None, reason="Chromium is missing; install it with .ci/system-packages chromium"
 )

@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The duration of an example depends on the machine rather than on the code.
+# The duration of an example depends on the machine, not on the code.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=30, **COMMON)
 settings.register_profile("thorough", max_examples=300, **COMMON)
 settings.load_profile("quick")
 
-gc.disable()  # modules and collected tests stay until the end
+gc.disable()  # modules and collected tests live until the end
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and collected tests from garbage collection, whose duration grows with all objects."""
+    """Exempt modules and collected tests from garbage collection, to speed up collections."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -26,7 +26,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Replace lone surrogates, which some tests log, so that reports can be sent between processes."""
+    """Replace lone surrogates in test logs, because reports with them cannot be sent between processes."""
     report = yield
     report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
     return report

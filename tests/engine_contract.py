@@ -1,4 +1,4 @@
-"""Tests of the behaviour that every engine has: subclasses of ``EngineContract`` run them on an engine."""
+"""Tests of the behaviour common to all engines. Subclasses of ``EngineContract`` run them on an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = ("current", "stale")
 
 
 def contract_model(seed: int) -> Qwen3ForCausalLM:
-    """Return a random Qwen3 with grouped heads and tied embeddings, of sizes that every engine takes."""
+    """Return a random Qwen3 with grouped heads and tied embeddings, in sizes that every engine supports."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -66,7 +66,7 @@ class Subject:
         return await self.engine.generate(context, sampling=params, session_key=key, policy=policy)
 
     async def publish(self, seed: int, *policies: str) -> int:
-        """Publish the weights of ``contract_model(seed)``; return their version."""
+        """Publish the weights of ``contract_model(seed)`` and return their version."""
         self.version += 1
         for policy in policies or POLICIES:
             self.held[policy, self.version] = seed
@@ -77,7 +77,7 @@ class Subject:
         return self.version
 
     def difference(self, context: Sequence[int], done: Completion, *, temperature: float = 1.0) -> float:
-        """Return the largest difference in log-probability from the model of each token's version."""
+        """Return the largest difference from the log-probabilities of the model with each token's version."""
         told, versions = np.array(done.logprobs), np.array(done.versions)
         worst = 0.0
         for version in set(done.versions):
@@ -99,7 +99,7 @@ def reference_logprobs(
 def kept_tokens(
     logits: np.ndarray, *, top_p: float = 1.0, top_k: float = 0, min_p: float = 0.0
 ) -> dict[int, float]:
-    """Return the tokens that truncated sampling draws from, with their probabilities."""
+    """Return the tokens that truncated sampling keeps, with their probabilities."""
     shares = np.exp(logits - logits.max())
     kept = {int(token): float(shares[token]) for token in np.argsort(-shares) if shares[token] >= min_p}
     kept = dict(list(kept.items())[: int(top_k) or None])
@@ -116,14 +116,14 @@ def prompt(number: int, length: int = 20) -> list[int]:
 
 
 async def sampled(engine: MeasuredEngine, count: float) -> None:
-    """Wait until the engine has sampled ``count`` tokens in all."""
+    """Wait until the engine has sampled ``count`` tokens in total."""
     async with asyncio.timeout(600):
         while engine.statistics()["sampled_tokens"] < count:  # noqa: ASYNC110 (it counts elsewhere)
             await asyncio.sleep(0.005)
 
 
 class EngineContract:
-    """Subclasses define the fixture ``subject``: an engine that stops at token 2 and holds 512 tokens."""
+    """Subclasses define the fixture ``subject``, an engine that stops at token 2 and holds 512 tokens."""
 
     async def test_completion_has_one_entry_per_token_and_a_finish_reason(self, subject: Subject) -> None:
         done = await asyncio.gather(
@@ -287,5 +287,5 @@ class EngineContract:
 
 
 def version_seed(subject: Subject) -> int:
-    """Return a seed of weights that have not been published."""
+    """Return a seed for unpublished weights."""
     return subject.version + 1

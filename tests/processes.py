@@ -1,4 +1,4 @@
-"""Waiting for processes that tests have started."""
+"""Wait for processes started by tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return True if a process is running. A zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -20,7 +20,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], Any], what: str = "a condition holds", seconds: float = 60.0) -> Any:
-    """Return the value of a condition once it is true."""
+    """Wait until a condition is true and return its value."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"timed out: {what}"
@@ -34,5 +34,5 @@ def until_dead(*pids: int) -> None:
 
 
 def process_ids(pool: EnginePool) -> list[int]:
-    """Return the pids of the running engines; each leads its own process group."""
+    """Return the pids of the running engines. Each engine leads its own process group."""
     return [replica.process_id for replica in pool._all if replica.process_id is not None]

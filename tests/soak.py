@@ -1,9 +1,10 @@
-"""``python -m tests.soak`` holds many sessions open under churn and checks for leaks and lost sessions.
+"""``python -m tests.soak`` holds many sessions open, replaces them steadily, and checks for leaks and lost
+sessions.
 
 SOAK_SECONDS, SOAK_SESSIONS and SOAK_WORKERS set the duration, the number of sessions and the number of
-processes (1: a server alone; more: a controller with that many workers). The oldest sessions are closed
-and new ones opened at a steady rate, so that each is replaced within ``LIFETIME_S``; meanwhile random
-sessions are stepped. At the end both sides compare the ids of their open sessions.
+processes: 1 for a single server, more for a controller with that many workers. The oldest sessions are
+replaced at a steady rate, each within ``LIFETIME_S``, while random sessions are stepped. At the end, client
+and server compare the ids of their open sessions.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ OPENING = 64
 TICK_S = 0.1
 SAMPLE_S = 10.0
 FLAT = 0.05
-"""Allowed growth of each resource after the warm-up, as a share."""
+"""Allowed growth of each resource after the warm-up, as a fraction."""
 PAGE = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """The total resource usage of the server's processes at one time."""
+    """Total resource usage of the server's processes at one point in time."""
 
     at: float
     rss_mb: float
@@ -64,11 +65,11 @@ class Soak:
     doubled: int = 0
     leaked: int = 0
     left: int = 0
-    """Sessions that the server still lists after all were closed."""
+    """Sessions that the server still lists after closing all of them."""
     samples: list[Sample] = field(default_factory=list)
 
     def settled(self) -> list[Sample]:
-        """Return the samples after the warm-up: one and a half lifetimes, at most half of the run."""
+        """Return the samples after the warm-up, which lasts 1.5 lifetimes but at most half of the run."""
         begin = min(1.5 * LIFETIME_S, self.seconds / 2)
         return [sample for sample in self.samples if sample.at >= begin]
 
@@ -173,7 +174,7 @@ class SessionHolder:
 
 
 async def run(sessions: int, seconds: float, workers: int = 1, sample_s: float = SAMPLE_S) -> Soak:
-    """Hold sessions of a server process open for some seconds."""
+    """Hold sessions of a server process open for the given seconds."""
     soak = Soak(sessions, workers)
     room = ["--max-sessions", str(sessions + sessions // 10 + 2 * OPENING)]
     command = [sys.executable, "-m", "agentrl_env", "serve", "--port", "0", "--workers", str(workers), *room]

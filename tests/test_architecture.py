@@ -1,4 +1,4 @@
-"""The rules of the layout: layers, sizes, names, and what no module may import."""
+"""Rules of the code layout: layers, sizes, names and forbidden imports."""
 
 import ast
 import re
@@ -78,7 +78,7 @@ LAYERS = {
         {"__main__"},
     ),
 }
-"""Layers of each package, lowest first: a module names only modules of lower layers and of its own folder."""
+"""Layers of each package, lowest first. A module refers only to lower layers and to its own folder."""
 REACHES_UP = {"agentrl_env", "agentrl_env.environment", "agentrl_train"}
 """The package roots load names lazily. ``Environment.local()`` and its siblings do too."""
 KNOW_THE_RUN = ("config/", "training/compose.py", "training/trainer.py", "cli/", "sweep/plan.py")
@@ -105,7 +105,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees() -> Iterator[None]:
-    """Free the syntax trees after the last test: each garbage collection would traverse them."""
+    """Free the syntax trees after the last test, so that garbage collections do not traverse them."""
     yield
     nodes.cache_clear()
     parse.cache_clear()
@@ -129,9 +129,9 @@ def imported_by(path: Path, top_level: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level and path in TASKS:  # the folder of a task is a package of its own
+            if node.level and path in TASKS:  # the folder of a task is its own package
                 continue
-            assert node.level == 0, f"{path} imports relatively"
+            assert node.level == 0, f"{path} has a relative import"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else str(node.module)
@@ -152,18 +152,18 @@ def package(name: str) -> list[Path]:
 
 
 def room_of(module: str) -> str:
-    """Return the file at the root of a package, or the folder, that a module is in; empty for the root."""
+    """Return the top-level folder or file of a module within its package, or "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
 def layer(module: str) -> int:
-    """Return the number of a module's layer; 0 for the root, which loads lazily."""
+    """Return the layer number of a module. The package root is 0 because it loads lazily."""
     name, room = module.partition(".")[0], room_of(module)
     return next((number for number, rooms in enumerate(LAYERS[name], start=1) if room in rooms), 0)
 
 
 def named_modules(source: str, name: str) -> set[str]:
-    """Return the modules of a package that a source names: in imports of any kind, or in strings."""
+    """Return the modules of a package that a source refers to in imports or strings."""
     found: set[str] = set()
     docstrings = set()
     for node in ast.walk(parse(source)):
@@ -273,7 +273,7 @@ def test_trainer_uses_environments_through_the_client() -> None:
     allowed += ("agentrl_env.evaluation.statistics", "agentrl_env.evaluation.chat_model")
     allowed += ("agentrl_env.evaluation.record",)
     allowed += ("agentrl_env.server.embedded",)
-    # The live page is served like everything else: with the same token, limits and signals.
+    # The live page is served with the same token, limits and signals as everything else.
     page = ("agentrl_env.server.", "agentrl_env.hosting.serve")
     found = {
         relative(path): [

@@ -1,4 +1,4 @@
-"""The operations pack: generated files, alerts, dashboards, the Helm chart and the systemd unit."""
+"""The deployment files: alerts, dashboards, the Helm chart and the systemd unit."""
 
 import configparser
 import json
@@ -46,12 +46,12 @@ VALUES = {
     "monitoring": {"serviceMonitor": True, "rules": True},
 }
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="no promtool here; .ci/system-packages prometheus installs it"
+    shutil.which("promtool") is None, reason="promtool is missing; run .ci/system-packages prometheus"
 )
 
 
 def expressions():
-    """Yield every expression of the alerts and dashboards."""
+    """Yield all expressions in the alerts and dashboards."""
     yield from (alert.expr for alert in ALERTS)
     for dashboard in DASHBOARDS.values():
         for panel in dashboard["panels"]:
@@ -60,7 +60,7 @@ def expressions():
 
 def test_generated_files_are_current():
     for path, text in files():
-        assert path.read_text() == text, "python -m deploy.generate writes it anew"
+        assert path.read_text() == text, "outdated; run python -m deploy.generate"
 
 
 async def test_every_metric_of_the_alerts_and_dashboards_is_exported_by_a_real_fleet_and_run():
@@ -93,7 +93,7 @@ async def test_every_metric_of_the_alerts_and_dashboards_is_exported_by_a_real_f
 
 @needs_promtool
 @pytest.mark.parametrize("command", ["check rules alerts.yml", "test rules alerts.test.yml"])
-def test_promtool_accepts_the_alerts_and_each_fires_where_it_should(command):
+def test_promtool_accepts_the_alerts_and_each_fires_on_its_condition(command):
     words = ["promtool", *command.split()]
     done = subprocess.run(words, cwd=FOLDER / "prometheus", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_promtool_accepts_the_configuration_and_every_expression_of_the_dashboar
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_runbook_has_one_section_for_each_alert_and_names_metrics_that_exist():
+def test_runbook_has_one_section_for_each_alert_and_names_existing_metrics():
     text = (ROOT / RUNBOOK).read_text()
     sections = re.findall(r"^## (\w+)\n\n\*(page|ticket)\.\*", text, re.MULTILINE)
     assert sections == [(alert.name, alert.severity) for alert in ALERTS]
@@ -145,9 +145,9 @@ def test_dashboard_has_distinct_panels_in_rows_that_do_not_overlap(name):
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_grafanas_own_models_read_the_dashboard(name):
+def test_grafana_models_parse_the_dashboard(name):
     sdk = pytest.importorskip(
-        "grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk is absent"
+        "grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk is not installed"
     )
     written = json.loads((FOLDER / "grafana" / name).read_text())
     read = sdk.Dashboard.from_json(written)
@@ -159,8 +159,8 @@ def test_grafanas_own_models_read_the_dashboard(name):
 
 @pytest.fixture(scope="module")
 def helm():
-    """Helm's own library."""
-    return pytest.importorskip("helm_python.chart", reason="helm-python-sdk is absent")
+    """Return the library of Helm."""
+    return pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed")
 
 
 def rendered(helm, values=None):
@@ -169,7 +169,7 @@ def rendered(helm, values=None):
     return [document for text in texts.values() for document in yaml.safe_load_all(text) if document]
 
 
-def test_helm_finds_no_fault_in_the_chart(helm):
+def test_helm_lint_accepts_the_chart(helm):
     report = helm.lint(CHART, VALUES, strict=True)
     assert report["errors"] == []
     assert [found for found in report["messages"] if found["severity"] > 1] == []
@@ -186,7 +186,7 @@ def test_manifests_of_the_chart_are_valid_for_kubernetes(helm):
     assert [rule["alert"] for rule in rules["spec"]["groups"][0]["rules"]] == [alert.name for alert in ALERTS]
 
 
-def test_pods_of_the_chart_are_confined_ready_on_ready_and_have_the_least_token(helm):
+def test_pods_of_the_chart_are_confined_and_have_a_readiness_probe_and_the_least_token(helm):
     pods = [d["spec"]["template"]["spec"] for d in rendered(helm) if d["kind"] == "Deployment"]
     assert len(pods) == 3
     for pod in pods:
@@ -204,12 +204,12 @@ def test_pods_of_the_chart_are_confined_ready_on_ready_and_have_the_least_token(
     assert drains == {"controller": 15, "shop": 45, "sql": 3615}
 
 
-def test_servers_of_the_chart_are_scaled_by_the_queue(helm):
+def test_chart_scales_servers_by_the_queue(helm):
     (scaler,) = [document for document in rendered(helm) if document["kind"] == "HorizontalPodAutoscaler"]
     (metric,) = scaler["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] in controller_metrics()
     deployments = {d["metadata"]["name"]: d["spec"] for d in rendered(helm) if d["kind"] == "Deployment"}
-    assert "replicas" not in deployments["lab-shop"]  # the autoscaler's
+    assert "replicas" not in deployments["lab-shop"]  # set by the autoscaler
     assert deployments["lab-sql"]["replicas"] == 1
 
 
@@ -222,7 +222,7 @@ def test_servers_of_the_chart_are_scaled_by_the_queue(helm):
         ({"tasks": {}}, "give controller.image"),
     ],
 )
-def test_values_that_cannot_work_are_refused(helm, values, message):
+def test_invalid_values_are_rejected(helm, values, message):
     def render():
         with helm.Chart.load(CHART) as chart:
             chart.validate_schema(values)

@@ -1,4 +1,4 @@
-"""The README and the documentation: every code block runs or is parsed by its real reader."""
+"""The README and the documentation. Every code block is run or parsed by the program that reads it."""
 
 import json
 import os
@@ -59,7 +59,7 @@ class Block:
 
 
 def written(page: Path) -> str:
-    """Return the text of a page with its generated parts emptied, so that lines keep their numbers."""
+    """Return a page without its generated parts. Lines keep their numbers."""
     text = page.read_text(encoding="utf-8")
     return generate.MARKER.sub(lambda match: match[1] + "\n" * (match[0].count("\n") - 1) + match[3], text)
 
@@ -83,7 +83,7 @@ def name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve the environment of the tutorial and an example at a free port."""
+    """Serve the tutorial's environment and an example on a free port."""
     folder = tmp_path_factory.mktemp("docs") / "guess"
     folder.mkdir()
     first = next(b for b in blocks(ROOT / "docs/tutorials/environment.md") if b.language == "python")
@@ -93,7 +93,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 LONG = {ROOT / "docs/tutorials/training.md"}
-"""Pages with a training run that takes more than a few seconds."""
+"""Pages with a training run longer than a few seconds."""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_python_blocks_of_a_page_run_in_order(
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGENTRL_TOKEN", TOKEN)
-    monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # only without another sandbox
+    monkeypatch.setenv("AGENTRL_ALLOW_UNSAFE_SANDBOX", "1")  # used only without another sandbox
     module = ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page):
@@ -122,7 +122,7 @@ def test_python_blocks_of_a_page_run_in_order(
 
 
 @of("json")
-def test_json_block_is_a_request_of_the_wire(block: Block) -> None:
+def test_json_block_is_a_valid_request(block: Block) -> None:
     value = json.loads(block.text)
     if "call" in value:
         call = CALLS[Frame.model_validate(value).call]
@@ -134,7 +134,7 @@ def test_json_block_is_a_request_of_the_wire(block: Block) -> None:
 
 
 @of("toml")
-def test_toml_block_is_parsed_by_its_command(
+def test_toml_block_is_accepted_by_its_command(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("environments", "examples"):
@@ -174,7 +174,7 @@ def test_requests_of_curl_are_answered(block: Block, server: str, tmp_path: Path
 @of("sh")
 def test_command_lines_have_known_commands_and_options(block: Block) -> None:
     if "curl" in block.text:
-        return  # it is run
+        return  # another test runs it
     lines = block.text.replace("\\\n", " ").splitlines()
     for line in lines:
         words = shlex.split(line.replace("$PWD/.venv-vllm/bin/python", sys.executable), comments=True)
@@ -197,7 +197,7 @@ def check_command(words: list[str], page: Path) -> None:
     elif program in COMMANDS:
         check_options(program, *arguments, page=page)
     elif "/" in program:
-        assert os.access(ROOT / program, os.X_OK), f"{program} is no command of this checkout"
+        assert os.access(ROOT / program, os.X_OK), f"{program} is not a command of this checkout"
     else:
         assert program == "docker"
 
@@ -213,7 +213,7 @@ def check_options(program: str, command_name: str, *arguments: str, page: Path |
     if given.get("config", "CONFIG.toml") != "CONFIG.toml" and "overrides" in {
         p.name for p in command.params
     }:
-        shown = {block.title for block in BLOCKS if block.page == page}  # their text has a test of its own
+        shown = {block.title for block in BLOCKS if block.page == page}  # another test checks their text
         if given["config"] not in shown:
             load_config(ROOT / given["config"], given.get("overrides") or [])
 
@@ -223,7 +223,7 @@ def check_make(arguments: list[str]) -> None:
     for argument in arguments:
         variable, equals, value = argument.partition("=")
         if not equals:
-            assert re.search(rf"^{argument}:", makefile, re.MULTILINE), f"no target {argument}"
+            assert re.search(rf"^{argument}:", makefile, re.MULTILINE), f"missing target {argument}"
             continue
         assert f"$({variable})" in makefile
         if arguments[0] == "train":
@@ -251,7 +251,7 @@ def assert_is_setting(path: str, keys: list[str]) -> None:
         if path.startswith("engine.vllm.args.") and number == 3:
             return  # passed to vLLM
         fields = [model.model_fields[key] for model in models if key in model.model_fields]
-        assert fields, f"no setting {path}"
+        assert fields, f"unknown setting {path}"
         models = [kind for field in fields for kind in classes(field.annotation)]
 
 
@@ -271,12 +271,12 @@ def test_links_of_files_outside_the_site_resolve(page: Path) -> None:
 
 
 def test_generated_text_is_current() -> None:
-    """Public names without a docstring fail here as well."""
+    """Also fails for public names without a docstring."""
     assert len(generate.pages()) > 10
-    assert generate.stale_pages() == [], "make docs-text writes it"
+    assert generate.stale_pages() == [], "outdated; run make docs-text"
 
 
-def test_page_of_the_wire_has_every_call_and_status() -> None:
+def test_wire_page_lists_every_call_and_status() -> None:
     text = (ROOT / "docs/wire.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| `" in line]
     expected = []
@@ -303,7 +303,7 @@ def test_reference_has_every_public_name() -> None:
                 assert f"api {path} -->" in reference or f"api {found.__module__} -->" in reference, public
 
 
-def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
+def test_extras_in_the_text_exist_under_normalized_names() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     folders = ("agentrl_env", "agentrl_train", "environments", "examples", "docs")
     files = [
@@ -318,11 +318,11 @@ def test_extras_in_the_text_exist_and_have_names_that_every_pip_finds() -> None:
 
 
 def test_picture_of_the_layers_is_current() -> None:
-    assert PICTURE.read_text() == picture(), "python -m docs.layers draws it anew"
+    assert PICTURE.read_text() == picture(), "outdated; run python -m docs.layers"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "images/" in page.read_text()], ids=name)
-def test_pictures_of_pages_are_for_light_and_dark_and_small(page: Path) -> None:
+def test_pictures_of_pages_are_small_and_have_light_and_dark_versions(page: Path) -> None:
     text = page.read_text()
     found = list(pictures.PICTURE.finditer(text))
     assert len(found) == text.count("<picture>") == text.count("<source ")
@@ -331,7 +331,7 @@ def test_pictures_of_pages_are_for_light_and_dark_and_small(page: Path) -> None:
         for mode in ("light", "dark"):
             content = (page.parent / match[mode]).read_bytes()
             assert len(content) < 150_000
-            assert int.from_bytes(content[16:20]) == 2 * int(match["width"]), "two pixels for each of CSS"
+            assert int.from_bytes(content[16:20]) == 2 * int(match["width"]), "two pixels for each CSS pixel"
     for source in re.findall(r'src(?:set)?="([^"]+)"', text):
         assert (page.parent / source).exists(), source
 
@@ -341,7 +341,7 @@ def test_every_picture_is_on_a_page() -> None:
     assert [path.name for path in pictures.IMAGES.iterdir() if f"images/{path.name}" not in text] == []
 
 
-def test_site_gets_both_modes_of_a_picture_as_images_that_mkdocs_checks() -> None:
+def test_site_has_both_modes_of_a_picture_as_images_checked_by_mkdocs() -> None:
     page = (ROOT / "docs/index.md").read_text()
     images = re.findall(
         r"^!\[[^\]]+\]\(([^)]+)\)\{ width=\d+ \}$", pictures.on_page_markdown(page), re.MULTILINE
@@ -352,10 +352,10 @@ def test_site_gets_both_modes_of_a_picture_as_images_that_mkdocs_checks() -> Non
 
 def test_figures_of_the_algorithms_are_current() -> None:
     for figure, draw in figures.DRAWINGS.items():
-        assert (figures.FIGURES / f"{figure}.svg").read_text() == draw(), "make docs-text draws it"
+        assert (figures.FIGURES / f"{figure}.svg").read_text() == draw(), "outdated; run make docs-text"
 
 
-def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
+def test_messages_in_troubleshooting_match_the_code() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     code = "".join(
         path.read_text()

@@ -1,4 +1,4 @@
-"""Counts the project's files that one step and one token enter, with the interpreter's profiler."""
+"""Count the project's files involved in one step and in one token, with the interpreter's profiler."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class EnteredFiles:
-    """Records the files of a package in which a function is called, on all threads."""
+    """Records the files of a package with called functions, on all threads."""
 
     def __init__(self, package: str) -> None:
         self._folder = str(ROOT / package)
@@ -44,7 +44,7 @@ class EnteredFiles:
 
 
 async def entered_by_a_step(url: str) -> set[str]:
-    """Return the files that each of three steps enters; what runs in the background enters some of them."""
+    """Return the files entered by all of three steps, which excludes most background work."""
     entered = []
     async with EnvClient.connect(url) as client:
         for _ in range(3):
@@ -57,7 +57,7 @@ async def entered_by_a_step(url: str) -> set[str]:
     return set.intersection(*entered)
 
 
-async def test_step_over_the_network_enters_at_most_18_files() -> None:
+async def test_step_over_the_network_involves_at_most_18_files() -> None:
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
     try:
@@ -81,7 +81,7 @@ class Echo(Environment):
 
 async def sampled_trained_and_published(folder: Path) -> tuple[set[str], dict[str, float]]:
     chat, model = ChatFormat(make_tokenizer()), make_model()
-    with EnteredFiles("agentrl_train") as files:  # the engine's thread must start under the profiler
+    with EnteredFiles("agentrl_train") as files:  # the engine's thread must start with the profiler
         engine = TorchEngine(
             {"current": model}, stop_token_ids=chat.stop_token_ids, max_sequences=8, max_context=512
         )
@@ -106,7 +106,7 @@ async def sampled_trained_and_published(folder: Path) -> tuple[set[str], dict[st
     return files | more, metrics
 
 
-async def test_token_enters_at_most_15_files_from_its_sampling_to_its_publication(tmp_path: Path) -> None:
+async def test_token_involves_at_most_15_files_from_sampling_to_publication(tmp_path: Path) -> None:
     files, metrics = await sampled_trained_and_published(tmp_path)
     print(f"{len(files)} files: {', '.join(sorted(files))}")
     assert metrics["grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""The public names, and the modules that importing them loads."""
+"""The public names, and the modules loaded by importing them."""
 
 import ast
 import subprocess
@@ -46,7 +46,7 @@ def test_environment_sdk_exports_the_author_api() -> None:
     assert set(agentrl_env.__all__) <= set(dir(agentrl_env))
 
 
-def test_trainer_exports_itself_and_the_steps_beneath() -> None:
+def test_trainer_package_exports_the_trainer_and_its_steps() -> None:
     promised = {"Actor", "ChatFormat", "Learner", "Publisher", "RunConfig", "TorchEngine", "TrainError"}
     promised |= {"Trainer", "advantages", "load_config", "load_policy", "pack", "policy_loss", "sequences"}
     assert promised <= set(agentrl_train.__all__)
@@ -74,18 +74,18 @@ def test_submodules_can_be_imported_from_the_root() -> None:
     assert run("from agentrl_env import errors", "print(errors.__name__)") == "agentrl_env.errors\n"
 
 
-def test_star_import() -> None:
+def test_star_import_works() -> None:
     assert run("from agentrl_env import *", "print(ToolCall.__name__, tool.__name__)") == "ToolCall tool\n"
 
 
-def test_import_of_the_root_loads_no_framework() -> None:
+def test_importing_the_root_loads_no_framework() -> None:
     loaded = loaded_by("import agentrl_env")
     assert not loaded & (SERVER_AND_CLIENTS | {"pydantic", "numpy", "torch", "transformers", "agentrl_train"})
     assert own_modules(loaded) == {"agentrl_env", "agentrl_env.gym"}
 
 
 @pytest.mark.parametrize("name", ["ToolCall", "Message", "StepResult", "ToolError"])
-def test_import_of_a_data_model_loads_few_modules(name: str) -> None:
+def test_importing_a_data_model_loads_few_modules(name: str) -> None:
     loaded = loaded_by(f"from agentrl_env import {name}")
     assert not loaded & (SERVER_AND_CLIENTS | {"numpy"})
     assert own_modules(loaded) <= {
@@ -96,21 +96,21 @@ def test_import_of_a_data_model_loads_few_modules(name: str) -> None:
     }
 
 
-def test_import_of_the_author_api_loads_no_framework() -> None:
+def test_importing_the_author_api_loads_no_framework() -> None:
     loaded = loaded_by("from agentrl_env import Done, Environment, Reply, ToolError, tool")
     assert not loaded & SERVER_AND_CLIENTS
     assert not {name for name in own_modules(loaded) if name.split(".")[1:2] in (["client"], ["server"])}
 
 
-def test_import_of_the_client_loads_no_server_and_no_gymnasium() -> None:
+def test_importing_the_client_loads_no_server_and_no_gymnasium() -> None:
     assert not loaded_by("from agentrl_env import EnvClient") & {"fastapi", "uvicorn", "gymnasium"}
 
 
-def test_import_of_the_trainer_loads_no_torch() -> None:
+def test_importing_the_trainer_loads_no_torch() -> None:
     assert not {"torch", "transformers"} & loaded_by("from agentrl_train import Trainer")
 
 
-def test_import_of_the_trainers_command_line_loads_no_torch() -> None:
+def test_importing_the_training_command_line_loads_no_torch() -> None:
     assert not {"torch", "transformers"} & loaded_by("import agentrl_train.__main__")
 
 

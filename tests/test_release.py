@@ -1,4 +1,4 @@
-"""The distributions of a release: one version, the right files, and commands that work without a checkout."""
+"""The distributions of a release: versions, files, and commands without a checkout."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ def project(folder: str) -> dict:
 
 
 @pytest.mark.parametrize("folder", PROJECTS)
-def test_version_of_every_distribution_is_that_of_agentrl_env(folder):
+def test_every_distribution_has_the_version_of_agentrl_env(folder):
     content = project(folder)
     assert "version" in content["project"]["dynamic"]
     source = (ROOT / folder / content["tool"]["hatch"]["version"]["path"]).resolve()
@@ -55,7 +55,7 @@ def test_every_task_is_published_under_the_name_of_its_folder():
         assert re.search(rf"^class {target.attr}\(", source, re.MULTILINE)
 
 
-def test_package_of_the_tasks_has_every_task_and_the_quick_start_of_the_checkout():
+def test_tasks_package_has_every_task_and_the_quick_start_of_the_checkout():
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "release/tasks/hatch_build.py")
     assert spec is not None
@@ -79,7 +79,7 @@ def test_package_of_the_tasks_has_every_task_and_the_quick_start_of_the_checkout
         module.packaged_config('[model]\npath = "other"\n')
 
 
-def test_quick_start_keeps_a_changed_configuration_and_chooses_a_free_name(tmp_path):
+def test_quick_start_keeps_an_edited_configuration_and_chooses_a_free_name(tmp_path):
     (tmp_path / "quickstart.toml").write_text("changed")
     assert write_config(tmp_path).read_text() == "changed"
     assert free_name(tmp_path) == "quickstart"
@@ -88,7 +88,7 @@ def test_quick_start_keeps_a_changed_configuration_and_chooses_a_free_name(tmp_p
     assert free_name(tmp_path) == "quickstart-3"
 
 
-def test_quick_start_without_the_package_of_tasks_names_what_to_install(tmp_path, monkeypatch):
+def test_quick_start_without_the_tasks_package_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("agentrl_train.cli.quickstart.PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="needs the package agentrl-tasks"):
         write_config(tmp_path / "runs")
@@ -130,7 +130,7 @@ def test_commands_work_from_the_wheels_alone(wheels, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install"]
     subprocess.run([*pip, "--quiet", "--no-deps", "--no-index", *map(str, wheels)], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
-    # The dependencies of this environment, without the checkout that it may have installed as editable.
+    # The dependencies of this environment, but not an editable install of the checkout.
     present = [path for path in sys.path if path.endswith("-packages")]
     (site / "present.pth").write_text("\n".join(present))
     where = "import agentrl_env, agentrl_train as t; print(agentrl_env.__file__, t.__file__)"

@@ -1,4 +1,4 @@
-"""A tiny Llama in a GGUF file, written with gguf's own writer."""
+"""A tiny Llama in a GGUF file, written with gguf."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def make_llama(*, tied: bool = True) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def write_gguf(path: Path, model: LlamaForCausalLM, *, without: Collection[str] = ()) -> None:
-    """Write a model as a GGUF file of Q8_0 matrices, and round the weights of the model itself likewise.
+    """Write a model as a GGUF file with Q8_0 matrices, and quantize the weights of the model itself the same
+    way.
 
-    ``without`` are names of tensors that the file lacks.
+    ``without`` names tensors to omit from the file.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -83,7 +84,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, without: Collection[str] 
             quantized = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             parameter.copy_(torch.from_numpy(gguf.dequantize(quantized, gguf.GGMLQuantizationType.Q8_0)))
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-            if count := heads.get(stored.split(".")[-2]):  # llama.cpp interleaves the halves of each head
+            if count := heads.get(stored.split(".")[-2]):  # llama.cpp interleaves both halves of each head
                 rows, columns = quantized.shape
                 halves = quantized.reshape(count, 2, rows // count // 2, columns)
                 quantized = halves.swapaxes(1, 2).reshape(rows, columns)
@@ -98,7 +99,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, without: Collection[str] 
 
 
 def gguf_name(name: str) -> str:
-    """Return the name that llama.cpp has for a parameter."""
+    """Return the name of a parameter in llama.cpp."""
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     if name.startswith("model.layers."):
         return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"

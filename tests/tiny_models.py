@@ -14,7 +14,7 @@ from agentrl_train.config import TrainSection
 from agentrl_train.learner import Place
 from agentrl_train.loss import Loss
 
-torch.set_num_threads(1)  # several test processes share the processors; the models are tiny
+torch.set_num_threads(1)  # several test processes share the processors, and the models are tiny
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -34,7 +34,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool
 
 
 def make_tokenizer(alphabet: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, by default of all bytes, which can encode any text."""
+    """Return a byte-level tokenizer, by default with all bytes, so that it can encode any text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -71,7 +71,7 @@ def make_model(seed: int = 0, vocabulary: int = 261) -> Qwen3ForCausalLM:
 
 
 def learner_arguments(**options: Any) -> dict[str, Any]:
-    """Return the arguments of ``Learner`` for options that it takes in groups."""
+    """Return the arguments of ``Learner`` for flat options."""
     train = {name: options.pop(name) for name in [*options] if name in TrainSection.model_fields}
     loss = {one.name: options.pop(one.name) for one in fields(Loss) if one.name in options}
     place = {"place": Place(device=torch.device(options.pop("device")))} if "device" in options else {}

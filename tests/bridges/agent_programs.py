@@ -1,4 +1,4 @@
-"""Agent programs on the SDKs that people use; each plays a session of a served task with its tools."""
+"""Agent programs on popular SDKs. Each plays a session of a served task with its tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ set_tracing_disabled(True)
 
 
 class Played:
-    """A session, and what the steps have given so far."""
+    """A session and the results of its steps so far."""
 
     def __init__(self, session: ClientSession) -> None:
         self.session = session
@@ -66,7 +66,7 @@ async def playing(sample: TaskSample) -> AsyncIterator[Played]:
 
 
 async def openai_sdk(base_url: str, sample: TaskSample) -> float:
-    """Play with the OpenAI SDK, in the usual loop; every second answer is streamed."""
+    """Play with the OpenAI SDK in the usual loop. Every second answer is streamed."""
     async with AsyncOpenAI(base_url=base_url, api_key="none") as model, playing(sample) as played:
         messages: list[Any] = [{"role": "user", "content": played.prompt}]
         tools = [tool.model_dump() for tool in played.session.tools]
@@ -86,7 +86,7 @@ async def openai_sdk(base_url: str, sample: TaskSample) -> float:
 
 
 async def _streamed(model: AsyncOpenAI, asked: dict[str, Any]) -> ChatCompletionMessage:
-    """Return an answer that is read in chunks."""
+    """Return an answer that is streamed in chunks."""
     text, calls = "", []
     async for chunk in await model.chat.completions.create(**asked, stream=True):
         for choice in chunk.choices:
@@ -98,7 +98,7 @@ async def _streamed(model: AsyncOpenAI, asked: dict[str, Any]) -> ChatCompletion
 
 
 async def anthropic_sdk(base_url: str, sample: TaskSample) -> float:
-    """Play with Anthropic's SDK, in the usual loop; every second answer is streamed."""
+    """Play with Anthropic's SDK in the usual loop. Every second answer is streamed."""
     async with AsyncAnthropic(base_url=base_url, api_key="none") as model, playing(sample) as played:
         messages: list[Any] = [{"role": "user", "content": played.prompt}]
         functions = [tool.function for tool in played.session.tools]
@@ -165,7 +165,7 @@ async def _agents_sdk(base_url: str, sample: TaskSample, model_class: Any, *, st
             else:
                 await Runner.run(agent, played.prompt, max_turns=12)
         except (MaxTurnsExceeded, ModelBehaviorError):
-            pass  # what the model did, and the reward says so
+            pass  # the model's mistake, which the reward reflects
         return played.reward
 
 
@@ -175,14 +175,14 @@ async def agents_sdk(base_url: str, sample: TaskSample) -> float:
 
 
 async def agents_sdk_streamed(base_url: str, sample: TaskSample) -> float:
-    """Play with the OpenAI Agents SDK, streamed: the Responses API, or for odd samples chat completions."""
+    """Play with the streaming OpenAI Agents SDK. Odd samples use chat completions, the rest Responses."""
     odd = isinstance(sample.index, int) and sample.index % 2
     model_class = OpenAIChatCompletionsModel if odd else OpenAIResponsesModel
     return await _agents_sdk(base_url, sample, model_class, streamed=True)
 
 
 async def langgraph(base_url: str, sample: TaskSample) -> dict[str, Any]:
-    """Play with a graph of LangGraph: a node for the model, one for the tools."""
+    """Play with a LangGraph graph: one node for the model and one for the tools."""
     async with playing(sample) as played:
 
         def tool(spec: Any) -> StructuredTool:

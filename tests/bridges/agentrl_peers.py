@@ -1,4 +1,4 @@
-"""AgentRL's own client and worker, in the venv that ``make bridges`` installs, and a scripted model."""
+"""AgentRL's client and worker, in the venv that ``make bridges`` installs, and a scripted model."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from agentrl_env.server.telemetry.metrics import Metrics
 
 PEERS = Path(__file__).parents[2] / ".venv-agentrl"
 PYTHON = PEERS / "bin/python"
-needs_peers = pytest.mark.skipif(not PYTHON.exists(), reason="agentrl-eval is not installed: make bridges")
+needs_peers = pytest.mark.skipif(not PYTHON.exists(), reason="agentrl-eval is missing; run make bridges")
 
 
 def call(name, call_id=None, **arguments):
@@ -30,7 +30,7 @@ def call(name, call_id=None, **arguments):
 
 
 def bisect(messages):
-    """Return the next guess of a number between 1 and 20: binary search over the answers so far."""
+    """Return the next guess between 1 and 20, by binary search over the answers so far."""
     low, high = 1, 20
     guesses = {}
     for message in messages:
@@ -45,7 +45,7 @@ def bisect(messages):
 
 @asynccontextmanager
 async def scripted_model(policy):
-    """Serve a function of the messages as an OpenAI-compatible model; yield its base URL and the requests."""
+    """Serve a function of the messages as an OpenAI-compatible model. Yield its base URL and the requests."""
     requests = []
 
     async def complete(request: Request):
@@ -78,7 +78,7 @@ async def scripted_model(policy):
 
 @asynccontextmanager
 async def serving_app(app):
-    """Serve an application on a free port of loopback; yield its URL."""
+    """Serve an application on a free loopback port and yield its URL."""
     listener = Listener("127.0.0.1", 0, token=None, insecure=False)
     await listener.start(app, Limits(), Metrics())
     try:
@@ -88,7 +88,7 @@ async def serving_app(app):
 
 
 async def run_eval(controller, model, output, *arguments, timeout=300):
-    """Run ``agentrl-eval``; return the rows of its results.jsonl."""
+    """Run ``agentrl-eval`` and return the rows of its results.jsonl."""
     command = [str(PEERS / "bin/agentrl-eval"), "--controller", controller, "--base-url", model]
     command += ["--client", "openai", "--chat-completions", "--no-interactive", "--output", str(output)]
     process = await asyncio.create_subprocess_exec(
@@ -113,15 +113,15 @@ async def run_eval(controller, model, output, *arguments, timeout=300):
 
 @asynccontextmanager
 async def worker(folder, controller, task, module, port=None, **parameters):
-    """Run ``python -m agentrl.worker``; yield its process.
+    """Run ``python -m agentrl.worker`` and yield its process.
 
     Args:
-        folder: for its configuration and log.
+        folder: folder for its configuration and log.
         controller: ``http://.../api`` or ``grpc://...``.
         task: name of the task.
-        module: class of the task.
-        port: of its own API; a free one by default.
-        parameters: of the class.
+        module: path of the task's class.
+        port: port of its API. By default a free port.
+        parameters: arguments of the class.
     """
     if port is None:
         with socket.socket() as probe:

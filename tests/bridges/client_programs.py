@@ -1,6 +1,6 @@
-"""Agent programs on the frameworks that people use, each in its own idiom: a sum by a tool, then the answer.
+"""Agent programs on popular frameworks. Each computes a sum with a tool and then answers.
 
-A program imports its framework when it is called: a missing framework skips its own tests only.
+Each program imports its framework when called, so a missing framework skips only its own tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 if TYPE_CHECKING:
     from agentrl_env.types import TaskSample
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm looks for prices on the web otherwise
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise litellm downloads a price list
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
 
@@ -51,12 +51,12 @@ def _smolagents(base_url: str, sample: TaskSample, kind: str) -> float:
 
 
 def smolagents_tools(base_url: str, sample: TaskSample) -> float:
-    """Play with smolagents' agent that calls tools."""
+    """Play with smolagents' tool-calling agent."""
     return _smolagents(base_url, sample, "ToolCallingAgent")
 
 
 def smolagents_code(base_url: str, sample: TaskSample) -> float:
-    """Play with smolagents' agent that writes code."""
+    """Play with smolagents' code agent."""
     return _smolagents(base_url, sample, "CodeAgent")
 
 
@@ -73,7 +73,7 @@ async def _pydantic_ai(base_url: str, sample: TaskSample, model: Any) -> float:
 
     try:
         result = await agent.run(_question(sample))
-    except UnexpectedModelBehavior:  # what the model did, and the reward says so
+    except UnexpectedModelBehavior:  # the model's mistake, which the reward reflects
         return 0.0
     return _reward(sample, result.output.value)
 
@@ -205,7 +205,7 @@ async def agents_sdk_chat(base_url: str, sample: TaskSample) -> float:
 
 
 def mini_swe_agent(base_url: str, sample: TaskSample) -> float:
-    """Play with mini-swe-agent's agent and prompts: commands of the shell, then a submission."""
+    """Play with mini-swe-agent's agent and prompts: shell commands, then a submission."""
     import yaml
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.config import builtin_config_dir

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real peers."""
+"""Fixtures for the tests with real peers."""
 
 import gc
 from collections.abc import Iterator
@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def leftovers() -> Iterator[None]:
-    """Collect what a test leaves behind: the warnings about open connections belong to it."""
+    """Collect garbage after each test, so that warnings about open connections belong to it."""
     yield
     gc.collect()

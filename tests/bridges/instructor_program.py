@@ -1,6 +1,6 @@
-"""A program on instructor, which needs an environment of its own: ``instructor_program.py MODE``.
+"""A program that uses instructor, for its own venv: ``instructor_program.py MODE``.
 
-It asks for a sum as a model of pydantic, and prints its reward.
+It requests a sum as a pydantic model and prints its reward.
 """
 
 import json

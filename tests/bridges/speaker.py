@@ -1,4 +1,4 @@
-"""An engine that says what a test states, and the checks of what is trained on it."""
+"""An engine with scripted completions, and checks of the training data made from them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -26,14 +26,16 @@ def needs(*packages: str) -> pytest.MarkDecorator:
             version(package)
         except PackageNotFoundError:
             missing.append(package)
-    return pytest.mark.skipif(bool(missing), reason=f"needs {missing} of the extra [agents]: make bridges")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"{missing} of the extra [agents] is not installed; run make bridges"
+    )
 
 
 class Speaker:
-    """An engine that says what a function states, with the log-probabilities of a real model.
+    """An engine whose completions come from a function, with the log-probabilities of a real model.
 
-    It says what the client demands, and has no need of its grammar. The function gets the number of the
-    session, counted from 0, and the number of the call in it, counted from 1.
+    It ignores grammars, because the function already returns the required form. The function receives the
+    number of the session, counted from 0, and the number of the call within it, counted from 1.
     """
 
     def __init__(self, say: Callable[[int, int], Message]) -> None:
@@ -75,7 +77,7 @@ class Speaker:
 def train_on_what_was_sampled(
     learner: Learner, engine: Speaker, group: TrajectoryGroup, *, max_tokens: int
 ) -> None:
-    """Take a step on a group of two, and check its batch token by token against the engine's record."""
+    """Train on a group of two episodes, and compare the batch token by token with the engine's record."""
     before = {key: value.clone() for key, value in engine.model.state_dict().items()}
     rows = sequences([group], [[1.0, -1.0]])
     trained: list[Span] = []

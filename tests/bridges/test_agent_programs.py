@@ -1,4 +1,4 @@
-"""Programs on the SDKs of OpenAI and Anthropic, the Agents SDK and LangGraph are trained as they are."""
+"""Unmodified programs on the SDKs of OpenAI and Anthropic, the Agents SDK and LangGraph can be trained."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ pytestmark = [
     pytest.mark.bridges,
     pytest.mark.skipif(
         not all(map(find_spec, ("openai", "agents", "anthropic", "langgraph", "langchain_openai"))),
-        reason="needs the extra [agents]: make bridges",
+        reason="the extra [agents] is not installed; run make bridges",
     ),
 ]
 
 
 def train(folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """Train the example's configuration with other settings; return the recorded steps."""
+    """Train the example's configuration with other settings. Return the recorded steps."""
     command = [sys.executable, "-m", "agentrl_train", "run", str(EXAMPLE)]
     for setting in (f"run.folder={folder}", "train.warmup_steps=0", *settings):
         command += ["--set", setting]

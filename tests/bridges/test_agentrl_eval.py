@@ -1,4 +1,4 @@
-"""The real agentrl-eval against servers and controllers."""
+"""agentrl-eval against real servers and controllers."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ TOKEN = "a-token-that-is-long-enough"
 
 
 class Capitals(Environment):
-    """Samples with names, which ask for one word."""
+    """Named samples with one-word answers."""
 
     splits = ("test",)
 
@@ -39,7 +39,7 @@ class Capitals(Environment):
 
 @asynccontextmanager
 async def serving(behind, *tasks, token=None, **options):
-    """Serve tasks, also behind a controller; yield the address of AgentRL's protocol."""
+    """Serve tasks, optionally behind a controller. Yield the address of AgentRL's protocol."""
     controller = None
     if behind == "controller":
         controller = ControllerServer(FleetService(), port=0, token=token)
@@ -63,7 +63,7 @@ def named(messages):
 
 
 @BEHIND
-async def test_evaluation_finds_the_rewards_of_a_task(behind, tmp_path):
+async def test_evaluation_reports_the_rewards_of_a_task(behind, tmp_path):
     async with serving(behind, Guess) as url, scripted_model(bisect) as (model, requests):
         rows = await run_eval(url, model, tmp_path / "out", "guess", "--indices-range", "0-9", "--runs", "2")
     assert len(rows) == 20
@@ -74,7 +74,7 @@ async def test_evaluation_finds_the_rewards_of_a_task(behind, tmp_path):
 
 
 @BEHIND
-async def test_evaluation_of_named_samples_with_a_token(behind, tmp_path):
+async def test_evaluation_of_named_samples_works_with_a_token(behind, tmp_path):
     async with serving(behind, Capitals, token=TOKEN) as url, scripted_model(named) as (model, _):
         rows = await run_eval(url, model, tmp_path / "named", "capitals")
         assert {row["index"]["str_value"] for row in rows} == {"france", "italy", "spain"}
@@ -86,7 +86,7 @@ async def test_evaluation_of_named_samples_with_a_token(behind, tmp_path):
 
 async def test_two_hundred_sessions_share_a_server_with_room_for_twenty(tmp_path):
     async with serving("server", Guess, max_sessions=20) as url, scripted_model(bisect) as (model, _):
-        # One process has 100 connections, which waiting sessions hold.
+        # One process has 100 connections, and waiting sessions occupy them.
         halves = await asyncio.gather(
             *(
                 run_eval(

@@ -35,7 +35,7 @@ async def controlling(**options):
 
 @asynccontextmanager
 async def sums(folder, transport="http", **parameters):
-    """Run a controller and a worker of ``Sums``; yield the controller, a client and the worker's process."""
+    """Run a controller and a worker of ``Sums``. Yield the controller, a client and the worker's process."""
     async with controlling() as (controller, client):
         address = (
             f"{controller.url}/api" if transport == "http" else controller.url.replace("http://", "grpc://")
@@ -46,7 +46,7 @@ async def sums(folder, transport="http", **parameters):
 
 
 async def joined(client, task):
-    """Wait until a worker's task is served; return its description."""
+    """Wait until a worker's task is served and return its description."""
     async with asyncio.timeout(240):
         while True:
             if found := (await client.tasks()).get(task):
@@ -78,7 +78,7 @@ async def test_session_of_a_worker_is_played_over_the_wire(tmp_path, transport):
 
 
 @TRANSPORTS
-async def test_failures_of_a_worker_are_typed_and_never_a_reward(tmp_path, transport, monkeypatch):
+async def test_failures_of_a_worker_have_types_and_never_a_reward(tmp_path, transport, monkeypatch):
     monkeypatch.setattr(agentrl_worker, "CALL_S", 5.0)
     async with sums(tmp_path, transport, indices=["a", "finished", "broken", -1]) as (
         controller,
@@ -111,7 +111,7 @@ async def test_failures_of_a_worker_are_typed_and_never_a_reward(tmp_path, trans
             ]
             said = {"messages": [{"role": "assistant", "content": "context"}]}
             ended = await http.post("interact", headers={"session_id": session_id}, json=said)
-            assert ended.json()["status"] == "task limit reached"  # the only one of the two that clients know
+            assert ended.json()["status"] == "task limit reached"  # clients accept only one of the two
 
         held = await client.open("sums", index="a")
         dying = await client.open("sums", index="a")
@@ -160,7 +160,7 @@ async def test_evaluation_and_gymnasium_play_a_worker_of_a_controller(tmp_path, 
 
 
 @TRANSPORTS
-async def test_virtual_task_of_the_package_is_played_to_where_it_breaks(tmp_path, transport):
+async def test_virtual_task_of_the_package_is_played_until_it_breaks(tmp_path, transport):
     async with controlling() as (controller, client):
         address = (
             f"{controller.url}/api" if transport == "http" else controller.url.replace("http://", "grpc://")
@@ -172,7 +172,8 @@ async def test_virtual_task_of_the_package_is_played_to_where_it_breaks(tmp_path
             for _ in range(2):
                 said.append((await session.step(Message.assistant("go on"))).messages[0].content)
             assert said == ["Loop: 0", "Loop: 1", "Loop: 2"]
-            # It returns a dict, which is no result: the worker drops the session without an answer.
+            # It returns a dict, which is not a valid result, so the worker drops the session without an
+            # answer.
             last = await session.step(Message.assistant("go on"))
             assert last.status is SessionStatus.FAILED_ENVIRONMENT
             assert "dropped the session" in last.info["error"]["message"]

@@ -1,4 +1,4 @@
-"""Programs on the frameworks that people use play episodes, and are trained, as they are."""
+"""Unmodified programs on popular frameworks play episodes and can be trained."""
 
 import asyncio
 from dataclasses import dataclass
@@ -58,17 +58,17 @@ COMMAND = Message.assistant("I add.", ToolCall.of("bash", command="echo $((17 + 
 
 @dataclass(frozen=True)
 class Case:
-    """A client, what the policy says to it, and the parameters with which it demands a form of the answer."""
+    """A client, the policy's answers to it, and the parameters that constrain the answer's form."""
 
     final: Any
     packages: tuple[str, ...]
     first: Message | None = ADD
     sends: tuple[str, ...] = ()
     segments: int = 1
-    """2 for a client that writes the answers of the policy anew."""
+    """2 for a client that rewrites the policy's answers."""
 
     def say(self, number: int, count: int) -> Message:
-        """Return the answer to a call; every second session ends with a wrong one, so that rewards differ."""
+        """Return the answer to a call. Every second session ends with a wrong one, so that rewards differ."""
         first = self.first if count == 1 else None
         return first or self.final(sum(SAMPLE.values()) + number % 2)
 
@@ -117,7 +117,7 @@ async def play(run: Any, engine: Speaker, *, size: int = 2) -> tuple[TrajectoryG
 
 @pytest.fixture
 def bodies(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the bodies of the requests that clients send from now on."""
+    """Record the bodies of all further client requests."""
     found: list[dict[str, Any]] = []
     parsed = server._parsed
 
@@ -157,7 +157,7 @@ async def test_client_trains_for_two_steps_on_exactly_what_was_sampled(name: str
         train_on_what_was_sampled(learner, engine, group, max_tokens=40_000)
 
 
-@pytest.mark.skipif(not INSTRUCTOR.exists(), reason="instructor is not installed: make bridges")
+@pytest.mark.skipif(not INSTRUCTOR.exists(), reason="instructor is not installed; run make bridges")
 @pytest.mark.parametrize(
     ("mode", "final", "sends"),
     [("TOOLS", by_tool("Sum", "value"), "tool_choice"), ("JSON_SCHEMA", by_json, "response_format")],

@@ -1,4 +1,4 @@
-"""Unmodified coding agents play a task with a shell through their launchers, and are trained."""
+"""Unmodified coding agents play a shell task through their launchers and can be trained."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ def bash(command: str) -> Message:
 
 @pytest.fixture(scope="module")
 def repair() -> str:
-    """Return a command that repairs the bug of the episode."""
+    """Return a command that fixes the episode's bug."""
     with EnvClient.local_sync(TASK) as client, client.open(index=EPISODE.index, seed=EPISODE.seed) as session:
         calls: list[ToolCall] = []
         while not calls or calls[-1].function.name != "edit":
@@ -63,7 +63,7 @@ def repair() -> str:
 async def actor_of(
     engine: Engine, *, launcher: str = "mini-swe-agent", sampling: Sampling = SAMPLING, task: str = TASK
 ) -> AsyncIterator[Actor]:
-    """Yield an actor whose task is played as one line of a configuration states it."""
+    """Yield an actor for a task configured in one line."""
     section = EnvironmentSection.model_validate({"serve": [task], "program": launcher})
     async with environments([section], max_sessions=4, stated=sampling) as served:
         yield Actor(
@@ -80,7 +80,7 @@ async def actor_of(
 async def play(
     say: Callable[[int, int], Message], *, episode: Episode = EPISODE, **options: Any
 ) -> Trajectory:
-    """Play an episode of a policy that says what a function returns for the number of the call, from 1."""
+    """Play an episode with completions from a function of the call number, counted from 1."""
     count = itertools.count(1)
     engine = ScriptedEngine(CHAT, lambda *_: say(0, next(count)))
     async with actor_of(engine, **options) as actor:
@@ -107,7 +107,7 @@ async def test_repair_by_the_agent_is_graded_by_the_hidden_tests(repair: str) ->
 
 
 @mini_swe_agent
-async def test_work_that_repairs_nothing_is_graded_with_zero() -> None:
+async def test_work_that_fixes_nothing_is_graded_zero() -> None:
     trajectory = await play(lambda _, count: bash(["ls", SUBMIT][count - 1]))
     assert (trajectory.error, trajectory.end) == (None, EpisodeEnd.TERMINATED)
     assert (trajectory.reward, trajectory.success) == (0.0, False)
@@ -115,7 +115,7 @@ async def test_work_that_repairs_nothing_is_graded_with_zero() -> None:
 
 
 @mini_swe_agent
-async def test_work_is_graded_as_it_is_at_the_turn_limit_of_the_task(repair: str) -> None:
+async def test_unfinished_work_is_graded_at_the_turn_limit(repair: str) -> None:
     trajectory = await play(lambda _, count: bash(repair if count == 1 else "ls"))
     assert (trajectory.error, trajectory.reward) == (None, 1.0)
     assert len(trajectory.turns) == 19  # the last of the task's 20 turns submits
@@ -152,7 +152,7 @@ async def test_full_context_truncates_the_episode_with_its_grade(repair: str) ->
 
 
 @mini_swe_agent
-async def test_engine_that_fails_fails_the_episode() -> None:
+async def test_engine_failure_fails_the_episode() -> None:
     def broken(number: int, count: int) -> Message:
         raise EngineError("out of memory")
 
@@ -164,7 +164,7 @@ async def test_agent_trains_for_two_steps_on_exactly_what_was_sampled(repair: st
     moves = ["ls", repair, SUBMIT]
 
     def say(number: int, count: int) -> Message:
-        """Repair the library in every second episode, so that rewards differ."""
+        """Fix the library in every second episode, so that rewards differ."""
         return bash("true" if number % 2 and count == 2 else moves[count - 1])
 
     engine = Speaker(say)
@@ -216,11 +216,11 @@ NAMES = {
     "opencode": ("task_", "bash"),
     "codex": ("mcp__task__", "exec_command"),
 }
-"""What the tools of a task are called by each agent, and its own tool that runs commands."""
+"""The names of the task's tools in each agent, and the agent's own tool for commands."""
 
 
 def command_of_npm(launcher: str) -> str:
-    """Return a launcher; the test is skipped without its agent."""
+    """Return a launcher. Skips the test if its agent is not installed."""
     try:
         LAUNCHERS[launcher].check_installed()
     except ConfigError as error:
@@ -230,7 +230,7 @@ def command_of_npm(launcher: str) -> str:
 
 @pytest.fixture(params=NAMES)
 def agent(request: pytest.FixtureRequest) -> str:
-    """Return each agent of npm."""
+    """Return each npm agent."""
     return command_of_npm(request.param)
 
 
@@ -254,7 +254,7 @@ async def test_agent_plays_with_the_tools_of_the_task(
     assert "A user reports" in str(trajectory.opening[-1].content)
 
 
-async def test_command_for_the_machine_of_the_trainer_is_not_run(agent: str, tmp_path: Path) -> None:
+async def test_command_for_the_trainers_machine_is_not_run(agent: str, tmp_path: Path) -> None:
     own = ToolCall.of(NAMES[agent][1], command=f"touch {tmp_path}/own", cmd=f"touch {tmp_path}/own")
     moves = [
         Message.assistant("I do it.", own),
@@ -302,7 +302,7 @@ async def test_full_context_truncates_the_agent_with_its_grade(agent: str, repai
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0)
 
 
-async def test_engine_that_fails_fails_the_episode_of_the_agent(agent: str) -> None:
+async def test_engine_failure_fails_the_episode_of_the_agent(agent: str) -> None:
     def broken(number: int, count: int) -> Message:
         raise EngineError("out of memory")
 

@@ -1,4 +1,4 @@
-"""Public MCP servers of npm and PyPI as tasks: every tool described, called and answered."""
+"""Public MCP servers from npm and PyPI as tasks. Every tool is described, called and answered."""
 
 import shlex
 import shutil
@@ -33,7 +33,7 @@ NPM = {
     "firecrawl-mcp": "firecrawl-mcp",
     "tavily-mcp": "tavily-mcp",
 }
-"""Package -> its command."""
+"""Commands by package."""
 KEYS = dict.fromkeys(
     [
         "GITHUB_PERSONAL_ACCESS_TOKEN",
@@ -47,17 +47,17 @@ KEYS = dict.fromkeys(
     ],
     "none",
 )
-"""Servers without an account start with any key; their calls are answered with an error."""
+"""Servers without an account start with any key, but answer calls with an error."""
 ENDS_THE_SERVER = {"browser_close"}
 PAIRS = {"mcp-server-git": "--repository FOLDER", "mcp-server-time": "--local-timezone UTC"}
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the servers; skip the tests where the packages cannot be had."""
+    """Install the servers. Skips the tests if the packages are unavailable."""
     folder = tmp_path_factory.mktemp("servers")
     if shutil.which("npm") is None:
-        pytest.skip("needs npm")
+        pytest.skip("npm is not installed")
     python = folder / "venv" / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", folder / "venv"],
@@ -66,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode:
-            pytest.skip(f"a server cannot be installed: {done.stderr[-300:]}")
+            pytest.skip(f"cannot install a server: {done.stderr[-300:]}")
     (folder / "data").mkdir()
     subprocess.run(["git", "init", "-q", folder / "data"], check=True)
     return folder
@@ -81,7 +81,7 @@ def command_of(package: str, folder: Path) -> str:
 
 
 async def described_by(command: str) -> dict[str, object]:
-    """Return the schemas of a server's tools, as its own SDK reads them."""
+    """Return the schemas of a server's tools as read by the SDK."""
     program, *arguments = shlex.split(command)
     environment = {**get_default_environment(), **KEYS}
     parameters = StdioServerParameters(command=program, args=arguments, env=environment)
@@ -95,8 +95,8 @@ async def test_every_tool_of_a_public_server_is_described_called_and_answered(
     package: str, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if package == "@playwright/mcp" and shutil.which("chromium") is None:
-        pytest.skip("needs Chromium")
-    monkeypatch.chdir(installed)  # some tools write files where they run
+        pytest.skip("Chromium is not installed")
+    monkeypatch.chdir(installed)  # some tools write to the working directory
     command = command_of(package, installed)
     described = await described_by(command)
     task = mcp_task(command, lambda sample, calls, answer: 0.0, env=KEYS, max_turns=1000, prompt="Go on.")

@@ -1,4 +1,4 @@
-"""The package and each of its extras can be installed next to the packages that its users train with."""
+"""The package and each extra can be installed alongside common training packages."""
 
 import os
 import subprocess
@@ -16,17 +16,17 @@ CONFLICTS = {
     ("dev", "verifiers>=0.4,<0.5"): "mcp",
     ("bench", "verifiers>=0.4,<0.5"): "mcp",
 }
-"""Extras that cannot be installed next to a peer, and the package that is at fault.
+"""Extras that cannot be installed alongside a peer, and the conflicting package.
 
-verifiers 0.4 needs openai 2 and mcp 2. The tested release of pydantic-ai-slim needs openai 3, and OpenEnv,
-which the tests use, needs mcp 1.
+verifiers 0.4 needs openai 2 and mcp 2. The tested release of pydantic-ai-slim needs openai 3, and the tests'
+OpenEnv needs mcp 1.
 """
 SOURCES = {
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
 }
-"""Variables with which pip finds packages -> those of uv."""
+"""pip's index variables and the matching variables of uv."""
 UNREACHABLE = ("Failed to fetch", "error sending request", "not found in the package registry")
 pytestmark = [pytest.mark.bridges, pytest.mark.extended]
 
@@ -42,12 +42,12 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"uv cannot be installed: {done.stderr[-300:]}")
+            pytest.skip(f"cannot install uv: {done.stderr[-300:]}")
     return folder / "bin/uv"
 
 
 def resolved(uv: Path, requirements: Path, resolution: str) -> tuple[dict[str, str], str]:
-    """Return the chosen versions, and the reason if there are none."""
+    """Return the resolved versions, or None and the reason."""
     sources = {theirs: os.environ[ours] for ours, theirs in SOURCES.items() if ours in os.environ}
     command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Version 2 of the MCP SDK, in an environment of its own: below a client, a server, and a task."""
+"""Version 2 of the MCP SDK, in its own venv, for a client, a server and a task."""
 
 import asyncio
 import json
@@ -36,14 +36,14 @@ PLAYED = [["guess"], "higher", "I picked a number between 1 and 20. Use guess().
 pytestmark = [
     pytest.mark.bridges,
     pytest.mark.skipif(
-        not BIN.exists(), reason="MCP's second SDK is not installed; make bridges installs it"
+        not BIN.exists(), reason="version 2 of the MCP SDK is not installed; run make bridges"
     ),
 ]
 
 
 @asynccontextmanager
 async def second_server(target: str) -> AsyncIterator[str]:
-    """Serve a target where the second SDK is installed; yield the URL."""
+    """Serve a target with the second SDK and yield the URL."""
     command = [BIN / "agentrl-env", "serve", target, "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
@@ -56,7 +56,7 @@ async def second_server(target: str) -> AsyncIterator[str]:
 
 
 async def played(url: str) -> list[object]:
-    """Return what a client of the second SDK saw."""
+    """Return the results that a client of the second SDK received."""
     process = await asyncio.create_subprocess_exec(
         BIN / "python", "-c", CLIENT, f"{url}/mcp/guess", stdout=subprocess.PIPE
     )

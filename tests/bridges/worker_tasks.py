@@ -1,4 +1,4 @@
-"""Tasks written on agentrl-worker's API, as its process loads them."""
+"""Tasks for agentrl-worker, loaded by its process."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ ADD = {
 
 
 class Sums(Task):
-    """Ask for sums; the text of a message without a tool call says how to fail."""
+    """Ask for sums. The text of a message without a tool call selects a failure."""
 
     def __init__(self, indices=None, **options):
         super().__init__(tools=None, full_async=True, **options)

@@ -1,1 +1,1 @@
-"""Seeded fault runs: real processes are killed, paused and disconnected, and every step is accounted for."""
+"""Seeded fault injection into real processes and connections, with an account of every step."""

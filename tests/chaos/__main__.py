@@ -1,10 +1,10 @@
-"""``python -m tests.chaos``: the seeded fault runs, and their account as one JSON object on the last line.
+"""``python -m tests.chaos`` injects seeded faults and prints the account as one JSON object on the last line.
 
-CHAOS_SECONDS and CHAOS_SEED set length and seed: two runs with one seed have the same faults at the same
-times, and clients that make the same choices. Each half runs for this long; the training half divides it
-between its engines. CHAOS_HALF=serving or training runs one half, CHAOS_ENGINE=scripted or torch one engine.
-With CHAOS_RESUME=1 sessions of lost servers continue on other servers; steps that a lost server applied after
-its last answer count as undone.
+CHAOS_SECONDS and CHAOS_SEED set the duration and the seed. Two runs with the same seed have the same faults
+at the same times, and their clients make the same choices. Each half runs for this duration. The training
+half divides it between its engines. CHAOS_HALF=serving or training runs one half, CHAOS_ENGINE=scripted or
+torch runs one engine. With CHAOS_RESUME=1 sessions of lost servers continue on other servers. Steps that a
+lost server applied after its last answer then count as undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN_NOTES = 40
 
 
 def main() -> int:
-    """Run, print the account, and return 1 if anything was lost silently, applied twice, leaked or hung."""
+    """Run and print the account. Return 1 if anything was silently lost, applied twice, leaked or hung."""
     if shutil.which("redis-server") is None:
         print("the fault runs need a real Redis: apt-get install redis-server", file=sys.stderr)
         return 2

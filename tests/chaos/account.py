@@ -1,4 +1,4 @@
-"""The account of a run: compares the outcomes seen by clients with the ledgers of the servers."""
+"""Compares the outcomes that clients saw with the ledgers of the servers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ REPORTED = frozenset(
         "HungUp",
     }
 )
-"""Outcomes after which a step may have been applied or not; ``HungUp``: the client disconnected."""
+"""Outcomes that leave open if the step was applied. ``HungUp`` means that the client disconnected."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
     """One step as seen by its client.
 
-    ``outcome`` is ``answered`` or the name of the error; ``text`` is the answer of the environment.
+    ``outcome`` is ``answered`` or the name of the error. ``text`` is the answer of the environment.
     """
 
     nonce: str
@@ -37,7 +37,7 @@ class Step:
     text: str = ""
     seconds: float = 0.0
     after_loss: bool = False
-    """True if the session had been reported lost before."""
+    """True if the session had already been reported lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(slots=True)
 class Account:
-    """Counts of a run; ``notes`` has one sentence for each finding."""
+    """Counts of a run. ``notes`` has one sentence for each finding."""
 
     steps: int = 0
     applied_twice: int = 0
@@ -65,12 +65,12 @@ class Account:
     moved: int = 0
     """Sessions that continued in another environment."""
     undone: int = 0
-    """Steps applied by a lost server after its last checkpoint: repeated elsewhere or reported lost."""
+    """Steps that a lost server applied after its last checkpoint, repeated elsewhere or reported lost."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_ledgers(folder: Path) -> list[Line]:
-    """Return the lines of all ledgers in order of time."""
+    """Return the lines of all ledgers, ordered by time."""
     lines: list[Line] = []
     for path in folder.glob("*.ledger"):
         for text in path.read_text().splitlines():
@@ -85,8 +85,8 @@ def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = Fals
     Args:
         steps: Steps as seen by their clients.
         lines: Lines of all ledgers.
-        resumed: Whether sessions of lost servers continue on another server after their last answer. Steps
-            that the lost server applied after it count as undone.
+        resumed: True if sessions of lost servers continue on another server after their last answer. Steps
+            that the lost server applied later count as undone.
     """
     account = Account()
     happened: dict[str, list[str]] = defaultdict(list)
@@ -126,7 +126,7 @@ def settle(steps: Sequence[Step], lines: Sequence[Line], *, resumed: bool = Fals
 
 
 def _lives(steps: Sequence[Step], lines: Sequence[Line]) -> dict[str, dict[str, float]]:
-    """Return session id -> environment key -> last count of that environment in the session."""
+    """Return the last count of each environment, by session id and environment key."""
     before = {line.key: (line.words[0], int(line.words[1])) for line in lines if line.what == "restore"}
     last: dict[str, Step] = {}
     for step in steps:
@@ -144,7 +144,7 @@ def _lives(steps: Sequence[Step], lines: Sequence[Line]) -> dict[str, dict[str, 
 
 
 def _counts(text: str, life: dict[str, float]) -> bool:
-    """Return whether a step belongs to the history of a session."""
+    """Return True if a step belongs to the history of a session."""
     key, count, _ = text.split(" ")
     return int(count) <= life.get(key, 0)
 
@@ -167,7 +167,7 @@ def _wrong(step: Step, texts: Sequence[str]) -> str | None:
 
 
 def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
-    """Return the openings of sessions that were not closed, except those of killed processes."""
+    """Return the openings of sessions that were never closed, except sessions of killed processes."""
     closed = {line.key for line in lines if line.what == "close"}
     return [
         line
@@ -177,10 +177,10 @@ def left_open(lines: Sequence[Line], killed: frozenset[int]) -> list[Line]:
 
 
 def opened_twice(lines: Sequence[Line], killed: frozenset[int], patience_s: float) -> list[str]:
-    """Return the names of openings that created two sessions which both continued.
+    """Return the names of openings that created two sessions that both continued.
 
-    A server that was declared lost may hold one for ``patience_s`` seconds, until it is notified. If it was
-    paused while it opened the session, that one is the later of the two.
+    A server that was declared lost can hold one of them for ``patience_s`` seconds, until it is notified. If
+    the server was paused while it opened the session, its session is the later of the two.
     """
     closed = {line.key: line.at for line in lines if line.what == "close"}
     made: dict[str, list[Line]] = defaultdict(list)

@@ -44,7 +44,7 @@ FIRST_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault of the ``which``-th target of a kind; ``share`` is the fraction of connections affected."""
+    """One fault of the ``which``-th target of a kind. ``share`` is the fraction of affected connections."""
 
     at: float
     kind: str

@@ -1,4 +1,4 @@
-"""Clients: each plays one session after another and records every step that it requests."""
+"""Clients that play one session after another and record every requested step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS = ("ledger", "slow_ledger", "thread_ledger")
 TIMEOUT_S = 20.0
 """Timeout of a call."""
 SLACK_S = 8.0
-"""Tolerance beyond the timeout on a busy machine; a longer call is a hang."""
+"""Tolerance beyond the timeout on a busy machine. A longer call counts as hung."""
 QUEUE_S = 5.0
 REQUEST_S = 6.0
 """Timeout of one request of the raw client."""
@@ -46,7 +46,7 @@ class Book:
         self.longest_silence_s = 0.0
 
     def begin(self, session_id: str, seq: int) -> Step:
-        """Add and return the record of a step that is about to be requested."""
+        """Add and return the record of a step before its request."""
         step = Step(nonce=secrets.token_hex(8), session_id=session_id, seq=seq)
         self.steps.append(step)
         return step
@@ -59,7 +59,7 @@ class Book:
         self._last_answer = now
 
     async def timed(self, what: str, call: Awaitable[T], limit_s: float) -> T:
-        """Await a call; one that exceeds its time limit is recorded as a hang."""
+        """Await a call, and record a hang if it exceeds its time limit."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(limit_s + SLACK_S):
@@ -82,7 +82,7 @@ class Player(Protocol):
 
 
 async def play_on(player: Player, until: asyncio.Event) -> None:
-    """Play episodes until ``until`` is set; the last one is completed."""
+    """Play episodes until ``until`` is set, and complete the last episode."""
     while not until.is_set():
         try:
             await player.episode()
@@ -95,7 +95,7 @@ class SessionPlayer:
 
     Args:
         name: Name of the client in the records.
-        client: May be shared by several players, whose steps are then sent in batches.
+        client: Several players can share a client. Their steps are then sent in batches.
         rng: Source of all random choices.
         book: Records to write to.
         think_s: Maximum delay between steps.
@@ -136,7 +136,7 @@ class SessionPlayer:
                 await self._book.timed(f"{self._name} close", fork.close(), TIMEOUT_S)
 
     async def _step(self, session: ClientSession, tool: str) -> bool:
-        """Take a step; return whether the session continues."""
+        """Take a step. Return True if the session continues."""
         record = self._book.begin(session.session_id, session.turn + 1)
         arguments: dict[str, Any] = {"nonce": record.nonce}
         if session.info.task == "slow_ledger" and tool == "add":
@@ -168,7 +168,7 @@ class SessionPlayer:
 
 
 class RawPlayer:
-    """Plays with raw HTTP requests that are repeated, sent concurrently or aborted.
+    """Plays with raw HTTP requests, some repeated, concurrent or aborted.
 
     Args:
         urls: Controllers of one fleet.
@@ -222,7 +222,7 @@ class RawPlayer:
         return not results[0].final
 
     async def _ask(self, what: str, method: str, path: str, body: Any) -> list[Any]:
-        """Repeat a request until it is answered; return all successful answers. Raises the answered error."""
+        """Repeat a request until it is answered. Return all successful answers, or raise the error."""
         return await self._book.timed(f"raw {what}", self._keep_asking(method, path, body), 3 * REQUEST_S)
 
     async def _keep_asking(self, method: str, path: str, body: Any) -> list[Any]:
@@ -250,7 +250,7 @@ class RawPlayer:
         await asyncio.gather(asking, return_exceptions=True)
 
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        """Return the answer, the answered error, or None if there was neither."""
+        """Return the answer, the error in the answer, or None without an answer."""
         url = self._rng.choice(self._urls)
         try:
             response = await self._http.request(method, url + path, json=body)

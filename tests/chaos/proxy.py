@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, stalls, delays and refuses on command."""
+"""A TCP proxy that cuts, stalls, delays and refuses connections on command."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Proxy:
             line.silent = True
 
     def calm(self) -> None:
-        """End all faults; forward the data held back."""
+        """End all faults and forward the delayed data."""
         self._flowing.set()
         self.delay_s, self.refusing = 0.0, False
 
@@ -118,7 +118,7 @@ class Proxy:
 
 
 class _Line:
-    """A connection of a client and that to the target."""
+    """A pair of connections, to a client and to the target."""
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self._near, self._far = near, far

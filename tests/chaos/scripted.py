@@ -1,7 +1,7 @@
-"""An engine without a model, in a process that can be killed: completions are a function of the seed.
+"""An engine without a model, in a process that can be killed. The seed determines each completion.
 
 ``python -m tests.chaos.scripted`` answers lines ``{"id", "seed", "longest"}`` with ``{"id", "token_ids"}``.
-Its tokens are of no policy (version -1), so their log-probabilities are not compared with the trainer's.
+Its tokens have version -1 (no policy), so their log-probabilities are not compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWER_S = 10.0
 
 
 class ScriptedEngine:
-    """Implements ``MeasuredEngine`` and ``WeightSync``; the next call replaces a dead process."""
+    """Implements ``MeasuredEngine`` and ``WeightSync``. The next call replaces a dead process."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -70,12 +70,12 @@ class ScriptedEngine:
         )
 
     def release(self, session_key: str) -> None:
-        """Do nothing: the engine has no session state."""
+        """Do nothing, because the engine has no session state."""
 
     def publish(
         self, state: Mapping[str, Any], *, policy_version: int, policies: Sequence[str] = ("current",)
     ) -> None:
-        """Do nothing: the engine has no weights."""
+        """Do nothing, because the engine has no weights."""
 
     def statistics(self) -> Mapping[str, float]:
         """Return running totals."""

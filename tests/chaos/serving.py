@@ -1,4 +1,4 @@
-"""The serving half: a fleet under load with faults in its processes and connections."""
+"""The serving half: a fleet under load, with faults in its processes and connections."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ServingReport:
 
 
 async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> ServingReport:
-    """Inject faults into a fleet under load for some seconds, and account for every step."""
+    """Inject faults into a fleet under load for the given seconds, and account for every step."""
     site, book = Site(folder, resume=resume), Book()
     breaker = Breaker(site)
     begin = time.monotonic()
@@ -90,12 +90,12 @@ async def run(seed: int, seconds: float, folder: Path, *, resume: bool) -> Servi
 
 
 def run_in_folder(seed: int, seconds: float, *, resume: bool) -> ServingReport:
-    """Run in a temporary folder, which is kept if the run failed.
+    """Run in a temporary folder, which is kept if the run fails.
 
     Args:
         seed: Seed of faults and clients.
         seconds: Duration of the faults.
-        resume: Whether sessions of lost servers continue on other servers.
+        resume: True if sessions of lost servers continue on other servers.
     """
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     report = asyncio.run(run(seed, seconds, folder, resume=resume))
@@ -196,7 +196,7 @@ class Breaker:
 
 
 async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, seconds: float) -> None:
-    """Play during the faults, and then until every episode has ended."""
+    """Play during the faults and until every episode has ended."""
     rng, over = random.Random(seed + 1), asyncio.Event()
     fleet = ",".join(site.urls)
     connect = partial(EnvClient.connect, token=site.token, timeout=TIMEOUT_S)
@@ -227,7 +227,7 @@ async def _under_load(site: Site, book: Book, breaker: Breaker, seed: int, secon
 
 
 async def _look_for_open_sessions(site: Site, book: Book) -> list[str]:
-    """Wait until all leases have expired; return a note for every session reported open."""
+    """Wait until all leases have expired. Return a note for every session that is still reported open."""
     await asyncio.sleep(LEASE_S + 5)
     notes: list[str] = []
     headers = {"authorization": f"Bearer {site.token}"}
@@ -247,5 +247,5 @@ async def _look_for_open_sessions(site: Site, book: Book) -> list[str]:
 
 
 def _left_over(path: Path, killed: frozenset[int]) -> bool:
-    """Return whether a session's folder was left by a process that exited gracefully."""
+    """Return True if a process that exited gracefully left a session's folder behind."""
     return path.is_dir() and int(path.name.partition("-")[0]) not in killed

@@ -1,4 +1,4 @@
-"""The processes of a run: Redis, controllers and servers, each restarted when it ends."""
+"""The processes of a run: Redis, controllers and servers. Each is restarted when it exits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BUG = re.compile(r"^Traceback .*\n(?:[ |+].*\n|\n)*(.*)$|^(.*never retrieved.*)$
 
 
 class Part:
-    """A process that is restarted whenever it ends.
+    """A process that is restarted whenever it exits.
 
     Args:
         name: Name in reports.
         command: Command line.
         environment: Environment variables in addition to those of this process.
         log: File to which its output is appended.
-        ready: Text that it prints once it is ready.
+        ready: Text that it prints when it is ready.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Part:
         self._keeping = asyncio.create_task(self._keep())
 
     async def until_ready(self, times: int = 1) -> None:
-        """Wait until the process has become ready this many times."""
+        """Wait until the process has been ready this many times."""
         async with asyncio.timeout(START_S):
             while self.times_ready() < times:  # noqa: ASYNC110  -- another process's file
                 await asyncio.sleep(0.1)
 
     def times_ready(self) -> int:
-        """Return the number of times the process has become ready."""
+        """Return how often the process has become ready."""
         return self.log.read_bytes().count(self._ready)
 
     def send(self, number: signal.Signals, pid: int | None = None) -> int | None:
-        """Send a signal to the process or one of its children; return the process id."""
+        """Send a signal to the process or one of its children. Return the process id."""
         pid = pid or self.pid
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ class Part:
             return []
 
     async def stop(self) -> bool:
-        """Stop the process gracefully; return False if it had to be killed."""
+        """Stop the process gracefully. Return False if it had to be killed."""
         self._stopping = True
         if self._keeping is None:
             return True
@@ -129,7 +129,7 @@ class Site:
 
     Args:
         folder: Folder of ledgers and logs.
-        resume: Whether sessions of lost servers continue on other servers.
+        resume: True if sessions of lost servers continue on other servers.
     """
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
@@ -190,7 +190,7 @@ class Site:
         await asyncio.gather(*(part.until_ready() for part in self.parts))
 
     async def stop(self) -> list[str]:
-        """Stop everything gracefully; return the names of processes that had to be killed."""
+        """Stop everything gracefully. Return the names of processes that had to be killed."""
         stopped = await asyncio.gather(*(part.stop() for part in (*self.servers, self.workers)))
         stopped += await asyncio.gather(*(part.stop() for part in (*self.controllers, self.redis)))
         for proxy in (*self.redis_proxies, *self.client_proxies, *self.link_proxies):

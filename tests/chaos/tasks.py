@@ -1,4 +1,4 @@
-"""Tasks for accounting: every step is written to a file when it is applied."""
+"""Tasks that write every applied step to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from agentrl_env import Done, Environment, Reply, tool
 
 FOLDER = Path(os.environ.get("CHAOS_LEDGER", tempfile.gettempdir()))
-"""Folder of the ledgers, one for each serving process, and of the sessions' own folders."""
+"""Folder of the ledgers, one per serving process, and of the sessions' folders."""
 _ledger: int | None = None
 
 
@@ -125,4 +125,4 @@ class Tally(Environment):
 
 
 class OwnTally(Tally):
-    """The same task, served by the trainer."""
+    """The same task, but served by the trainer."""

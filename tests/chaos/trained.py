@@ -1,4 +1,4 @@
-"""The account of a training run: every admitted group and every trained episode."""
+"""Accounts for every admitted group and every trained episode of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.chaos.account import read_ledgers
 
 @dataclass(slots=True)
 class TrainedAccount:
-    """Counts of a training run; ``notes`` has one sentence for each finding."""
+    """Counts of a training run. ``notes`` has one sentence for each finding."""
 
     samples: int = 0
     """Episodes that were trained on."""
     trained_twice: int = 0
     lost_silently: int = 0
     dropped: int = 0
-    """Groups that were reported failed."""
+    """Groups reported as failed."""
     unfinished: int = 0
-    """Groups still to be played or trained according to the last checkpoint."""
+    """Groups that the last checkpoint lists as not yet played or trained."""
     played: int = 0
-    """Episodes started by environments."""
+    """Episodes started in environments."""
     notes: list[str] = field(default_factory=list)
 
     def lose(self, note: str) -> None:
@@ -35,7 +35,7 @@ class TrainedAccount:
         self.notes.append(note)
 
     def double(self, note: str) -> None:
-        """Count something trained twice."""
+        """Count an episode trained twice."""
         self.trained_twice += 1
         self.notes.append(note)
 
@@ -120,7 +120,7 @@ def episodes(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def rewards(run: Path, first: int, last: int) -> dict[int, list[float]]:
-    """Return group -> rewards of its episodes, for the groups of some steps."""
+    """Return the rewards of each group's episodes in the given steps."""
     found: dict[int, list[float]] = defaultdict(list)
     for step in range(first, last + 1):
         for episode in episodes(run, step):

@@ -1,7 +1,7 @@
-"""``python -m tests.chaos.trainer ENGINE run CONFIG ...``: the command line with an engine that can fail.
+"""``python -m tests.chaos.trainer ENGINE run CONFIG ...`` is the command line with an engine that can fail.
 
-``scripted`` is the engine without a model; ``torch`` is the regular one, whose next forward pass fails after
-SIGUSR1, like that of a lost device.
+``scripted`` is the engine without a model. ``torch`` is the regular engine. After SIGUSR1, its next forward
+pass fails as if the device were lost.
 """
 
 from __future__ import annotations

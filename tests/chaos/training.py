@@ -1,4 +1,4 @@
-"""The training half: a run whose environments, engine, controller and trainer are killed meanwhile."""
+"""The training half: a run during which environments, engine, controller and trainer are killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ HANG_S = 75.0
 CALM_STEPS = 3
 """Minimum number of steps after the last fault, and between two faults of the trainer."""
 COMPARED = 75
-"""Maximum number of steps of the undisturbed runs, of which the last third is compared."""
+"""Maximum number of steps of the undisturbed runs. Their last third is compared."""
 NOISE = 6.0
-"""Maximum difference of two mean rewards in standard errors, which are estimated from three runs only."""
+"""Maximum difference of two mean rewards in standard errors, estimated from only three runs."""
 WEIGHTS = {
     "kill server": 5,
     "pause server": 3,
@@ -92,7 +92,7 @@ class TrainingReport:
 
 
 async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingReport:
-    """Inject faults into a training run for some seconds, let it finish, and account for every sample."""
+    """Inject faults into a run for the given seconds, let it finish, and account for every sample."""
     report, site = TrainingReport(engine=engine), TrainingSite(engine, folder)
     begin = time.monotonic()
     try:
@@ -116,7 +116,7 @@ async def run(engine: str, seed: int, seconds: float, folder: Path) -> TrainingR
 
 
 def bugs(log: str) -> list[str]:
-    """Return the last lines of tracebacks that are not of injected engine failures."""
+    """Return the last lines of tracebacks, except for injected engine failures."""
     found = []
     for block in log.split("Traceback (most recent call last):\n")[1:]:
         last = next((line for line in block.splitlines() if re.match(r"[^\s|+]", line)), "")
@@ -142,7 +142,7 @@ async def _train_under_faults(site: TrainingSite, report: TrainingReport, seed: 
             report.hangs.append(f"no step for {HANG_S:g} s after step {trainer.steps()}: see {trainer.log}")
             trainer.send(signal.SIGKILL)
         if due is not None and now >= due[0]:
-            # A trainer needs some progress between its faults.
+            # The trainer must make some progress between its faults.
             needed = {"trainer": CALM_STEPS, "engine": 1}.get(due[1].partition(" ")[2], 0)
             if watch.moved >= needed:
                 report.faults[due[1]] += 1
@@ -205,7 +205,7 @@ class Watch:
         self._at, self._since, self.moved = self._trainer.steps(), time.monotonic(), 0
 
     def hangs(self) -> bool:
-        """Return whether there was no step for too long, and reset the watch if so."""
+        """Return True and reset the watch if there was no step for too long."""
         steps = self._trainer.steps()
         if steps != self._at:
             self.moved += max(0, steps - self._at)
@@ -216,7 +216,7 @@ class Watch:
 
 
 def draw(seed: int, seconds: float) -> Iterator[tuple[float, str, int, float]]:
-    """Yield the faults of a run: time in seconds, kind, number of the target, length of a pause."""
+    """Yield the faults of a run: time in seconds, kind, target number and length of a pause."""
     rng, at = random.Random(seed), 8.0
     while at < seconds:
         kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
@@ -241,7 +241,7 @@ async def _train_undisturbed(site: TrainingSite, report: TrainingReport) -> None
 
 
 def _compare(site: TrainingSite, report: TrainingReport) -> None:
-    """Compare the rewards of the disturbed run with those of the undisturbed ones at the same steps."""
+    """Compare the rewards of the disturbed and the undisturbed runs at the same steps."""
     last = min(report.steps, *(one.steps() for one in site.references))
     # Completions of the scripted engine do not depend on the step.
     first = 1 if report.engine == "scripted" else max(1, last - last // 3)
@@ -251,7 +251,7 @@ def _compare(site: TrainingSite, report: TrainingReport) -> None:
     if len(both) < 2:
         report.account.notes.append("there are too few groups to compare")
         return
-    if report.engine == "scripted":  # only common groups, as the runs may end with different ones
+    if report.engine == "scripted":  # only common groups, because the last groups of the runs can differ
         ours, theirs = {i: ours[i] for i in both}, [{i: theirs[0][i] for i in both}]
     means = [fmean(map(fmean, one.values())) for one in (ours, *theirs)]
     report.disturbed, report.undisturbed = means[0], fmean(means[1:])
@@ -274,7 +274,7 @@ async def _left(mark: str) -> list[str]:
 
 
 def run_training(engine: str, seed: int, seconds: float) -> TrainingReport:
-    """Run in a temporary folder, which is kept if the run failed."""
+    """Run in a temporary folder, which is kept if the run fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{engine}-"))
     report = asyncio.run(run(engine, seed, seconds, folder))
     if report.failed:

@@ -16,7 +16,7 @@ from tests.tiny_models import make_model, make_tokenizer
 GROUP_SIZE, PER_STEP = 2, 4
 SERVERS = 2
 REFERENCES = 3
-"""Number of undisturbed runs with the torch engine, each with its own seed; they measure the noise."""
+"""Number of undisturbed runs with the torch engine to measure the noise, each with its own seed."""
 CONFIG = """
 [run]
 name = "run"
@@ -111,7 +111,7 @@ class Trainer:
             os.kill(self.pid, number)
 
     async def ended(self, within_s: float) -> bool:
-        """Wait for the process; return whether it ended in time."""
+        """Wait for the process. Return True if it exited in time."""
         assert self._process is not None
         try:
             async with asyncio.timeout(within_s):
@@ -180,6 +180,6 @@ class TrainingSite:
             await part.until_ready()
 
     async def stop(self) -> list[str]:
-        """Stop the controller and the servers; return the names of those that had to be killed."""
+        """Stop the controller and the servers. Return the names of processes that had to be killed."""
         parts = (*self.servers, self.controller)
         return [part.name for part in parts if not await part.stop()]

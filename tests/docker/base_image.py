@@ -1,6 +1,6 @@
-"""A base image with Python, made from this machine's Debian packages without a registry or network.
+"""Build a base image with Python from this machine's Debian packages, without a registry or network.
 
-It contains a few packages with their dependencies and dpkg's records, so that apt-get works in it.
+It contains a few packages, their dependencies and dpkg's database, so that apt-get works in it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _query(*arguments: str) -> str:
 
 
 def _installed() -> dict[str, tuple[bool, list[list[str]], list[str]]]:
-    """Return package -> (essential, dependencies as alternatives, provided names)."""
+    """Return whether each package is essential, its dependencies as alternatives, and its provided names."""
     fields = "${Package}\t${db:Status-Status}\t${Essential}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
     installed = {}
     for line in _query("dpkg-query", "-W", "-f", fields).splitlines():

@@ -1,4 +1,4 @@
-"""A private Docker daemon for the tests, which does not change this machine's network."""
+"""A private Docker daemon for the tests. It does not change this machine's network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary():
-    """Keep temporary files apart from those of tests that run beside these."""
+    """Use a separate folder for temporary files, because other tests run concurrently."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="docker-") as folder:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -60,7 +60,7 @@ def base(client):
 
 @pytest.fixture(scope="session")
 def bridge(client, base):
-    """Skip the tests that reach a container by its address if no packet arrives there."""
+    """Skip tests that connect to a container's address if packets do not arrive."""
     if reason := reason_against_bridge(client, base):
         pytest.skip(reason)
 
@@ -96,7 +96,7 @@ def probe(build):
 
 @pytest.fixture
 def nothing_left(client):
-    """Verify that a test leaves no container and no folder."""
+    """Verify that a test leaves no containers or folders behind."""
 
     def present():
         folders = set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))

@@ -1,4 +1,4 @@
-"""A private Docker daemon, which does not change this machine's network."""
+"""A private Docker daemon that does not change this machine's network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORBIDDEN = re.compile("operation not permitted|permission denied", re.IGNORECA
 
 
 class NoDaemon(Exception):
-    """This machine cannot start a daemon; the message is the reason."""
+    """Raised if this machine cannot start a daemon. The message gives the reason."""
 
 
 def run(*command, timeout=60, **options):
@@ -31,7 +31,7 @@ def run(*command, timeout=60, **options):
 
 
 def reason_against():
-    """Return why this machine cannot start a daemon; empty if it can."""
+    """Return the reason why this machine cannot start a daemon, or "" if it can."""
     if os.geteuid() != 0:
         return "starting a Docker daemon needs root"
     for tool in ("dockerd", "ip"):
@@ -47,14 +47,14 @@ def _ip(*arguments):
 
 
 def _remove_bridges_of_the_dead():
-    """Remove bridges of killed runs: two with one subnet would take each other's packets."""
+    """Remove bridges of killed runs, because bridges with the same subnet take each other's packets."""
     for name in re.findall(r"\bagentrl\d+\b", _ip("-oneline", "link", "show", "type", "bridge").stdout):
         if not Path("/proc", name.removeprefix("agentrl")).exists():
             _ip("link", "delete", name)
 
 
 def _free_subnet():
-    """Return an address in a subnet that no interface and no route of this machine names."""
+    """Return an address in a subnet that no interface or route of this machine uses."""
     taken = _ip("-4", "-oneline", "address").stdout + _ip("-4", "route", "show", "table", "all").stdout
     numbers = set(map(int, re.findall(r"\b10\.213\.(\d+)\.", taken)))
     number = next(number for number in range(os.getpid() % 250, 500) if number % 250 not in numbers) % 250
@@ -63,7 +63,8 @@ def _free_subnet():
 
 @contextmanager
 def running_daemon() -> Iterator[str]:
-    """Run dockerd on a bridge without routing or iptables, as DOCKER_HOST; stop it and remove its files.
+    """Run dockerd as DOCKER_HOST on a bridge without routing or iptables. Stop it and remove its files at the
+    end.
 
     Raises NoDaemon.
     """
@@ -104,7 +105,7 @@ def running_daemon() -> Iterator[str]:
 
 
 def answers():
-    """Return whether a daemon answers at DOCKER_HOST."""
+    """Return True if a daemon answers at DOCKER_HOST."""
     try:
         connect(5.0).close()
     except Exception:
@@ -120,7 +121,7 @@ def bridge_address(container):
 
 
 def reason_against_bridge(client, image):
-    """Return why this machine cannot reach a container on the bridge; empty if it can."""
+    """Return the reason why this machine cannot reach a container on the bridge, or "" if it can."""
     serve = ["python3", "-m", "http.server", "8000"]
     container = client.containers.run(image, serve, detach=True, init=True)
     try:

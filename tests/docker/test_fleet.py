@@ -1,4 +1,4 @@
-"""``agentrl-env up`` with containers that have no network."""
+"""``agentrl-env up`` with containers without a network."""
 
 import asyncio
 import os
@@ -42,7 +42,9 @@ async def test_containers_without_a_network_serve_behind_a_controller(client, pr
         await fleet.stop()
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="make docker installs docker-compose")
+@pytest.mark.skipif(
+    shutil.which("docker-compose") is None, reason="docker-compose is missing; run make docker"
+)
 def test_compose_accepts_the_printed_file(tmp_path):
     limits = ContainerLimits(memory="512m", cpus=0.5)
     task = TaskConfig(

@@ -1,4 +1,4 @@
-"""Harbor task folders with an image of their own, on a real daemon."""
+"""Harbor task folders with their own image, on a real daemon."""
 
 import io
 import os
@@ -99,14 +99,14 @@ async def test_changed_environment_gets_another_image(folder):
     assert built_image(task) != first
 
 
-async def test_image_that_cannot_be_built_fails_the_session_with_the_step(folder):
+async def test_failed_image_build_fails_the_session_with_the_step(folder):
     (folder / "environment/Dockerfile").write_text(f"FROM {BASE}\nRUN no-such-program\n")
     async with EnvClient.local(f"harbor:{folder}") as tasks:
         with pytest.raises(Exception, match="no-such-program"):
             await tasks.open("plank", split="train", index=0)
 
 
-def test_copy_has_all_files_and_no_processes(base, client):
+def test_copy_of_a_machine_has_all_files_and_no_processes(base, client):
     with open_sandbox(image=base, root=True, memory="64m", disk="64m", background=True) as box:
         box.run("echo one >/etc/one; rm /etc/hostname.bak; sleep 1000 >/dev/null 2>&1 &")
         with box.copy() as copy:

@@ -1,4 +1,4 @@
-"""Exported Harbor task folders, built and played by the bridge that serves such folders."""
+"""Exported Harbor task folders, built and played through the Harbor bridge."""
 
 import asyncio
 
@@ -25,12 +25,12 @@ def folder(base, wheelhouse, tmp_path_factory):
 
 
 async def run(session, command, **options):
-    """Run a command as the model does; return what it prints."""
+    """Run a command as the model does and return its output."""
     result = await session.step(ToolCall.of("shell", command=command, **options))
     return result.messages[0].content
 
 
-async def test_solution_gets_the_reward_of_the_oracle_and_nothing_gets_none(folder, client):
+async def test_solution_gets_the_oracles_reward_and_an_untouched_machine_gets_none(folder, client):
     async with EnvClient.local(f"harbor:{folder}") as tasks:
         (name,) = await tasks.tasks()
         for index in range(2):
@@ -42,7 +42,7 @@ async def test_solution_gets_the_reward_of_the_oracle_and_nothing_gets_none(fold
     until_none(client)
 
 
-async def test_agent_plays_with_the_command_and_reads_neither_sample_nor_task_nor_record(folder):
+async def test_agent_plays_with_the_command_and_cannot_read_sample_task_or_record(folder):
     async with EnvClient.local(f"harbor:{folder}") as tasks:
         session = await tasks.open(index=1)
         shown = await run(session, "id -un; pwd; task")
@@ -57,7 +57,7 @@ async def test_agent_plays_with_the_command_and_reads_neither_sample_nor_task_no
         server = "$(grep -lz '[s]erve' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3 | head -1)"
         assert "ermitted" in await run(session, f"kill -9 {server}")
         assert "Permission denied" in await run(session, f"cat /proc/{server}/environ")
-        # A command that is killed for its time leaves the episode alone.
+        # A command killed by its time limit does not affect the episode.
         assert "killed" in await run(session, "sleep 1000", timeout=1)
         assert "Bring the" in await run(session, "task")
         forge = "while :; do mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt; done"
@@ -66,7 +66,7 @@ async def test_agent_plays_with_the_command_and_reads_neither_sample_nor_task_no
         assert (result.status, result.reward) == (SessionStatus.COMPLETED, 0.0)
 
 
-async def test_episode_that_fails_to_begin_fails_the_session_with_the_reason(folder):
+async def test_failed_start_of_the_episode_fails_the_session_with_the_reason(folder):
     (folder / "household-test-0000/environment/sample.json").write_text('{"target": "/srv/none"}')
     async with EnvClient.local(f"harbor:{folder}/household-test-0000") as tasks:
         with pytest.raises(Exception, match=r"(?s)health check.*/srv/none"):

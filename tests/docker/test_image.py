@@ -43,7 +43,7 @@ def digest(path):
 
 @pytest.fixture
 def task(tmp_path):
-    """Return a function that writes a task with given imports and first message."""
+    """Return a function that writes a task with the given imports and first message."""
 
     def write(imports="", hello='"Hello."'):
         folder = tmp_path / "guess"
@@ -146,7 +146,7 @@ def test_image_with_a_token_serves_and_is_healthy(client, probe):
 
 
 def build_error(*arguments):
-    """Return the error line of a failed build, and the log below it."""
+    """Return the error line and the log of a failed build."""
     done = agentrl_env("build", *arguments)
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stderr
@@ -206,5 +206,5 @@ def test_invalid_arguments_are_rejected_before_the_build(daemon, build):
         build(ROOT / "environments/shop", ca=Path("nowhere.pem"))
 
 
-def test_base_image_has_its_name(client, base):
+def test_base_image_can_be_named(client, base):
     assert BASE in client.images.get(base).tags

@@ -1,4 +1,4 @@
-"""Images of OpenEnv servers as tasks, with the real OpenEnv inside."""
+"""Images of real OpenEnv servers as tasks."""
 
 import signal
 import subprocess
@@ -25,7 +25,7 @@ CMD ["/opt/openenv/bin/uvicorn", "peers:dice", "--factory", "--host", "0.0.0.0",
 
 @pytest.fixture(scope="module")
 def image(client, base, bridge, tmp_path_factory):
-    """Build an image of the peer ``dice`` from downloaded wheels."""
+    """Build an image with the server ``dice`` from downloaded wheels."""
     import docker
 
     folder = tmp_path_factory.mktemp("openenv")
@@ -48,7 +48,7 @@ async def test_image_is_a_task_and_its_container_ends_with_it(image, client):
         result = await session.step(ToolCall.of("step", number=right))
         assert (result.reward, result.terminated) == (1.0, True)
     until_none(client)
-    async with EnvClient.local(task) as tasks, await tasks.open(seed=4) as session:  # it starts again
+    async with EnvClient.local(task) as tasks, await tasks.open(seed=4) as session:  # a second start
         assert str(right) in session.messages[0].content
     until_none(client)
 
@@ -63,7 +63,7 @@ def test_container_is_removed_when_the_server_ends_or_is_killed(image, client, e
     until_none(client)
 
 
-def test_image_that_does_not_serve_or_does_not_exist_is_refused_with_the_reason(base, client):
+def test_missing_or_silent_image_is_rejected_with_the_reason(base, client):
     with pytest.raises((ServeError, TargetError), match=r"exit code 0|printed nothing"):
         load_target(f"openenv+docker:{base}")
     with pytest.raises(LaunchError, match=r"no-such-image.*not on this machine"):

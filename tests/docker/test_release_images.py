@@ -20,7 +20,7 @@ TOKEN = "SRLhZ9Qe-only-for-this-test"
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """Build the wheels of the working tree into a folder, the context of the images."""
+    """Build the wheels of the working tree into the build context of the images."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("context")
     build_distributions(ROOT, folder)
@@ -29,7 +29,7 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def context(wheels, wheelhouse, bridge):
-    """Add the wheels of the dependencies, so that images are built without a network."""
+    """Add the wheels of the dependencies, so that images build without a network."""
     for wheel in wheelhouse.glob("*.whl"):
         shutil.copy(wheel, wheels)
     return wheels
@@ -37,7 +37,7 @@ def context(wheels, wheelhouse, bridge):
 
 @pytest.fixture(scope="module")
 def trainer_context(wheels, base, tmp_path_factory):
-    """Collect the wheels of the working tree and of all that the trainer needs, PyTorch for the CPU too."""
+    """Collect the wheels of the working tree and the trainer's dependencies, with PyTorch for the CPU."""
     folder = tmp_path_factory.mktemp("trainer")
     for wheel in wheels.glob("agentrl_*.whl"):
         shutil.copy(wheel, folder)
@@ -49,7 +49,7 @@ def trainer_context(wheels, base, tmp_path_factory):
 
 
 def build_offline(client, role, context, extras=""):
-    """Build the image of a role and return its name."""
+    """Build the image for a role and return its name."""
     name = f"agentrl-{role}:{__version__}"
     client.images.build(
         path=str(context),
@@ -65,7 +65,7 @@ def build_offline(client, role, context, extras=""):
 
 @contextmanager
 def running(client, image, port, *arguments, token=TOKEN):
-    """Run a container without rights and yield its URL."""
+    """Run a container without privileges and yield its URL."""
     container = client.containers.run(
         image,
         list(arguments),

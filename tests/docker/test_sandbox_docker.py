@@ -21,7 +21,7 @@ KERNEL_MEMORY = (
     "import socket; pairs = [socket.socketpair() for _ in range(500)]; "
     "[(a.setblocking(False), a.send(bytes(100000))) for a, b in pairs]' & done; wait"
 )
-"""Memory that counts for no process, held by small ones."""
+"""Kernel memory that is charged to no process, held by small processes."""
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_command_without_its_folder_is_a_result(box, cwd):
     assert box.run("cat notes.txt").stdout == "buy milk\n"
 
 
-def test_sandbox_that_its_commands_ended_gives_results_and_no_failure(client, box):
+def test_sandbox_ended_by_its_commands_returns_results_and_no_failure(client, box):
     box._kill_container("timeout")
     until_none(client)
     for _ in range(2):
@@ -135,10 +135,10 @@ def test_sandbox_that_its_commands_ended_gives_results_and_no_failure(client, bo
     assert not box.alive
 
 
-def test_limits_that_the_daemon_discards_are_refused(client, base, monkeypatch, caplog):
+def test_limits_that_the_daemon_discards_are_rejected(client, base, monkeypatch, caplog):
     inspect = type(client.api).inspect_container
 
-    def discarding(self, container):  # as a daemon without cgroups answers
+    def discarding(self, container):  # the answer of a daemon without cgroups
         found = inspect(self, container)
         found["HostConfig"].update(Memory=0, PidsLimit=None)
         return found
@@ -154,7 +154,7 @@ def test_limits_that_the_daemon_discards_are_refused(client, base, monkeypatch, 
     assert "best effort" in caplog.text
 
 
-def test_files_are_written_and_read_and_symlinks_do_not_lead_out(box):
+def test_files_are_written_and_read_and_symlinks_stay_inside(box):
     box.write("deep/er/x", b"\xff\0")
     assert box.read("deep/er/x", limit=1) == b"\xff"
     box.run("mkfifo pipe; ln -s /etc/shadow link")
@@ -252,7 +252,7 @@ except SandboxUnavailable as error:
 
 @pytest.mark.parametrize("user", [0, 65534])
 @pytest.mark.parametrize("nested", [True, False])
-def test_bubblewrap_in_a_container_is_refused_or_announces_its_limits(client, base, user, nested):
+def test_bubblewrap_in_a_container_is_refused_or_logs_its_limits(client, base, user, nested):
     try:
         check_available()
     except SandboxUnavailable as error:
@@ -264,7 +264,7 @@ def test_bubblewrap_in_a_container_is_refused_or_announces_its_limits(client, ba
         "security_opt": ["seccomp=unconfined", "apparmor=unconfined"] if nested else [],
     }
     host = client.api.create_host_config(**options)
-    if nested:  # a container that may hold namespaces of its own, yet has no writable cgroup
+    if nested:  # a container that can create namespaces but has no writable cgroup
         host.update(MaskedPaths=[], ReadonlyPaths=[])
     code = IN_A_CONTAINER.format(root=str(ROOT), user=user)
     made = client.api.create_container(base, [sys.executable, "-c", code], host_config=host)

@@ -1,4 +1,4 @@
-"""Servers in containers: confinement, limits, shutdown, cleanup."""
+"""Servers in containers: isolation, limits, shutdown, cleanup."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def server(probe):
 
 
 async def call(server, tool, **arguments):
-    """Call one tool in a session of its own."""
+    """Call one tool in a new session."""
     async with EnvClient.connect(server.url, token=server.token, timeout=60.0) as client:
         session = await client.open("probe")
         result = await session.step(ToolCall.of(tool, **arguments))
@@ -102,7 +102,7 @@ async def test_server_with_a_network_requires_a_token(bridge, probe):
 
 
 async def open_and_close(caller):
-    """Open sessions until the server refuses."""
+    """Open sessions until the server is full."""
     while True:
         await (await caller.open("probe")).close()
 

@@ -1,1 +1,1 @@
-"""Fuzzing of a server: malformed and unusual requests, and an account of the answers."""
+"""Fuzz a server with malformed and unusual requests, and check the answers."""

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --requests N --seed S`` fuzzes a server; the last line is the account as JSON."""
+"""``python -m tests.fuzz --requests N --seed S`` fuzzes a server. The last line has the results as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.run import fuzz
 
 
 def main() -> None:
-    """Run, print the account, and exit with 1 on any failure."""
+    """Fuzz a server, print the results, and exit with 1 on any failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The account of a fuzzing run."""
+"""The results of a fuzzing run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = 10
 
 @dataclass(slots=True)
 class Account:
-    """Counts of requests, answers by status, and failures: 5xx, hangs, answers that violate the schema."""
+    """Counts requests, answers by status, and failures: 5xx, hangs and schema violations."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)
@@ -33,12 +33,12 @@ class Account:
             self.keep(f"{status}: {what!r}")
 
     def note_hang(self, what: object) -> None:
-        """Count a request that should have been answered but was not."""
+        """Count a request that was not answered."""
         self.hangs += 1
         self.keep(f"hang: {what!r}")
 
     def note_violation(self, what: object) -> None:
-        """Count an answer that the OpenAPI document does not allow."""
+        """Count an answer that violates the OpenAPI document."""
         self.unlike_document += 1
         self.keep(f"violates the document: {what}")
 
@@ -48,7 +48,7 @@ class Account:
             self.examples.append(example[:1500])
 
     def report(self) -> dict[str, Any]:
-        """Return the account as JSON values."""
+        """Return the counts as JSON values."""
         return {
             "requests": self.requests,
             "sent": dict(sorted(self.sent.items())),

@@ -1,4 +1,4 @@
-"""Random requests with faults that parsers are known to mishandle."""
+"""Random requests with faults that parsers often mishandle."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class RawRequest:
 
     data: bytes
     answered: bool
-    """True if the protocol requires an answer; otherwise the caller may hang up."""
+    """True if the protocol requires an answer. Otherwise the client can disconnect."""
 
 
 def body(random: Random, session_ids: list[str]) -> bytes:
-    """Return the body of a random call, valid or not."""
+    """Return the body of a random call, valid or invalid."""
     kind = random.randrange(6)
     text = json.dumps(fields(random, session_ids)).encode()
     if kind == 0:
@@ -103,7 +103,7 @@ def body(random: Random, session_ids: list[str]) -> bytes:
 
 
 def fields(random: Random, session_ids: list[str]) -> dict[str, object]:
-    """Return the fields of a random call, most of them valid."""
+    """Return the fields of a random call. Most are valid."""
     arguments = random.choice(['{"anything": 1}', "{}", "", "[" * 500, '{"text": "\\ud800"}', "\x00", "NaN"])
     name = random.choice(["take", "refuse", "end", "nope", "", "take" * 100])
     call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -146,7 +146,7 @@ def mutated(random: Random, data: bytes) -> bytes:
 
 
 def http_request(random: Random, session_ids: list[str]) -> RawRequest:
-    """Return one HTTP request, with valid framing or not."""
+    """Return one HTTP request with valid or invalid framing."""
     method, path = random.choice(ROUTES)
     if random.random() < 0.1:
         method = random.choice(METHODS)
@@ -204,7 +204,7 @@ def handshake(random: Random) -> bytes:
 
 
 def frames(random: Random, session_ids: list[str]) -> RawRequest:
-    """Return one call over a WebSocket, with valid framing or not."""
+    """Return one WebSocket call with valid or invalid framing."""
     call = {"id": random.choice([1, "a", 2**70, None, -1]), "call": random.choice(CALLS)}
     call |= {
         "session_id": random.choice(session_ids) if session_ids else "none",

@@ -12,9 +12,9 @@ from tests.fuzz.account import Account
 from tests.fuzz.payloads import RawRequest, frames, handshake, http_request
 
 ANSWER_S = 20.0
-"""Seconds a required answer may take; longer counts as a hang."""
+"""Maximum seconds for a required answer. A longer wait counts as hung."""
 LISTEN_S = 0.003
-"""Seconds to wait for an optional answer before hanging up."""
+"""Seconds to wait for an optional answer before disconnecting."""
 FRAMES_EACH = 25
 BROKEN = ("internal_error", "environment_failed")
 
@@ -26,7 +26,7 @@ class RawCaller:
         url: The server's address.
         random: The source of all random choices.
         session_ids: Ids of open sessions.
-        account: The account to write to.
+        account: Counts the results.
     """
 
     def __init__(self, url: str, random: Random, session_ids: list[str], account: Account) -> None:
@@ -46,7 +46,7 @@ class RawCaller:
                 await self._write(writer, sent.data)
                 await self._read_status(reader, sent)
             except ConnectionError:
-                continue  # the server closes on malformed requests
+                continue  # the server closes the connection on malformed requests
             finally:
                 writer.transport.abort()
 
@@ -70,12 +70,12 @@ class RawCaller:
                 self._account.note_hang("handshake")
                 return
             except (ConnectionError, asyncio.IncompleteReadError):
-                continue  # the server closes on malformed frames
+                continue  # the server closes the connection on malformed frames
             finally:
                 writer.transport.abort()
 
     async def _one_frame(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send one frame; return False if the connection can no longer be used."""
+        """Send one frame. Return False if the connection can no longer be used."""
         sent = frames(self._random, self._sessions)
         self._account.sent["raw_frames"] += 1
         await self._write(writer, sent.data)
@@ -108,7 +108,7 @@ class RawCaller:
             self._account.note_status(int(line.split(b" ")[1]), sent.data[:300])
 
     async def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Write the data at once, or in two parts."""
+        """Write the data in one or two parts."""
         if self._random.random() < 0.2 and len(data) > 1:
             at = self._random.randrange(1, len(data))
             writer.write(data[:at])

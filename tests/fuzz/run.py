@@ -37,7 +37,7 @@ WARM_SESSIONS = 4500
 
 @contextmanager
 def served() -> Iterator[tuple[str, subprocess.Popen[str], IO[str]]]:
-    """Run a server in its own process; yield its URL, the process and its log."""
+    """Run a server in its own process. Yield its URL, the process and its log."""
     limits = [word for limit in LIMITS for word in ("--caller-limit", limit)]
     options = ["--port", "0", "--oracle", "--lease", str(LEASE_S), "--max-sessions", "20000", "--drain", "0"]
     command = [sys.executable, "-m", "agentrl_env", "serve", *options, *limits, "tests.fuzz.tasks:Fuzzed"]
@@ -54,7 +54,7 @@ def served() -> Iterator[tuple[str, subprocess.Popen[str], IO[str]]]:
 
 
 def fuzz(requests: int, seed: int, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Send requests of all kinds; return the account, with ``ok`` if there was no failure."""
+    """Send requests of all kinds. Return the results, with ``ok`` set if nothing failed."""
     account, begin = Account(), time.monotonic()
     with served() as (url, process, log), httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
         _warm_up(http, min(WARM_SESSIONS, requests // 10))
@@ -84,7 +84,7 @@ def fuzz(requests: int, seed: int, say: Callable[[str], None] = lambda line: Non
 
 
 def _fuzz_round(url: str, http: httpx.Client, number: int, seed: int, account: Account) -> None:
-    """Send ``number`` requests: a tenth generated from the document, the others raw."""
+    """Send ``number`` requests, one tenth generated from the document and the rest raw."""
     session_ids = _open(http, 30)
     follow_document(url, number // 10, seed, session_ids, account)
     session_ids = _open(http, 30)

@@ -1,4 +1,4 @@
-"""A task with every capability that never fails, so that every 5xx is the server's fault."""
+"""A task that has every capability and never fails, so that every 5xx is the server's fault."""
 
 from __future__ import annotations
 

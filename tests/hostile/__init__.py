@@ -1,1 +1,1 @@
-"""Seeded attacks on real servers, beside honest neighbours."""
+"""Seeded attacks on real servers that also serve honest clients."""

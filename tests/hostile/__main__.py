@@ -1,6 +1,6 @@
-"""``python -m tests.hostile``: the attacks, and their account as one JSON object on standard output.
+"""``python -m tests.hostile`` runs the attacks and prints the results as one JSON object.
 
-Two runs with one seed make the same attacks in the same order, as far as their time reaches. ``--only`` runs
+Two runs with the same seed make the same attacks in the same order until their time is up. ``--only`` runs
 one kind of attacker.
 """
 
@@ -18,7 +18,7 @@ from tests.hostile.run import KINDS, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack, print the account, and return 1 if an attack achieved anything."""
+    """Run the attacks, print the results, and return 1 if an attack succeeded."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="seed of all choices")
     parser.add_argument("--seconds", type=float, default=120.0, help="time for the attacks, without starts")

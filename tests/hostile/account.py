@@ -1,4 +1,4 @@
-"""The account of a run: the attacks, and what they achieved."""
+"""Counts the attacks of a run and their findings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections import Counter
 from typing import Any
 
 COUNTS = ("breaches", "neighbours_lost", "answers_read", "uncaught", "hung")
-"""What no attack may achieve.
+"""Outcomes that no attack must achieve.
 
-- breaches: something was permitted, executed, forged or held that must not be;
-- neighbours_lost: an honest episode did not end as it should, or a call of it was not answered in time;
-- answers_read: an agent received a solution, a seed, or something of another session;
-- uncaught: an ``internal_error``, a traceback in a log, a server that ended;
+- breaches: a forbidden action was permitted, or something was executed, forged or held.
+- neighbours_lost: an honest episode ended wrongly, or one of its calls was not answered in time.
+- answers_read: an agent received a solution, a seed, or data of another session.
+- uncaught: an ``internal_error``, a traceback in a log, or a server that exited.
 - hung: a request was neither answered nor refused.
 """
 SHOWN = 5
-"""Findings of one sort and attack that are printed."""
+"""Maximum number of printed findings per count and attack."""
 
 
 class Account:
-    """Counts attacks and findings; prints each finding on standard error as one line that names its run.
+    """Counts attacks and findings. Prints each finding on standard error in one line with the run's seed.
 
     Args:
         seed: seed of the run.
@@ -42,7 +42,7 @@ class Account:
         self._quiet = quiet
 
     def find(self, count: str, what: str, kind: str, attack: str) -> None:
-        """Count a finding of one of ``COUNTS``, during an attack of a kind."""
+        """Add a finding to one of ``COUNTS``."""
         assert count in COUNTS
         self.findings[kind, count] += 1
         shown = (count, kind, attack)
@@ -54,7 +54,7 @@ class Account:
             self.say(f"! {sentence}")
 
     def skip(self, name: str, reason: str) -> None:
-        """Record that a kind or an attack did not run."""
+        """Record that a kind or an attack was skipped."""
         self.skipped.setdefault(name, " ".join(reason.split())[:200])
         self.say(f"- skipped {name}: {self.skipped[name]}")
 
@@ -65,16 +65,16 @@ class Account:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self._begin
 
     @property
     def failed(self) -> bool:
-        """True if an attack achieved anything, or there was nobody to be harmed."""
+        """True if an attack succeeded or no honest client played."""
         return any(self.findings.values()) or self.neighbours_played == 0
 
     def report(self) -> dict[str, Any]:
-        """Return the account as plain values."""
+        """Return the counts as JSON values."""
         totals = {count: self._total(count) for count in COUNTS}
         return {
             "seed": self.seed,

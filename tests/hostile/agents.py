@@ -1,4 +1,4 @@
-"""Agents that try to read answers: every route and frame, with the token of an agent."""
+"""Agents that try to read solutions through every route and frame."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Reader:
     """Looks for secrets in everything that an agent receives.
 
     Args:
-        ground: counts each secret once.
+        ground: counts each leaked secret once.
         own: session of the agent.
-        others: further sessions, of which it may receive nothing.
+        others: other sessions, which must stay hidden.
     """
 
     def __init__(self, ground: Ground, own: Victim, others: list[Victim]) -> None:
@@ -50,7 +50,7 @@ class Reader:
             self._secrets[str(other.seed).encode()] = "the seed of another session"
 
     def read(self, content: bytes, what: str, sent: bytes = b"") -> None:
-        """Count the secrets in an answer that the agent has not sent itself."""
+        """Count the secrets in an answer, except those that the agent itself sent."""
         for secret, name in self._secrets.items():
             if secret in content and secret not in sent:
                 at = content.index(secret)
@@ -59,7 +59,7 @@ class Reader:
         self._ground.check(content, what)
 
     async def ask(self, method: str, path: str, **options: object) -> httpx.Response | None:
-        """Make a request with the agent's token and read its answer."""
+        """Send a request with the agent's token and read the answer."""
         answer = await self._ground.ask(method, path, token=self.own.token, **options)  # type: ignore[arg-type]
         if answer is not None:
             sent = f"{path} {json.dumps(options, default=str)}".encode()
@@ -68,7 +68,7 @@ class Reader:
 
 
 async def routes(ground: Ground) -> None:
-    """Ask every route for the own session, for another one, and for everything."""
+    """Request the agent's session, another session and all sessions from every route."""
     async with ground.vaults(2) as (own, other):
         reader = Reader(ground, own, [other])
         document = await ground.ask("GET", "/openapi.json", token=ground.site.token)
@@ -102,7 +102,7 @@ async def routes(ground: Ground) -> None:
 
 
 async def conversation(ground: Ground) -> None:
-    """Play: right and wrong guesses, tools that fail with the answer in their message, an ended session."""
+    """Play with right and wrong guesses, with tools whose errors contain the solution, and past the end."""
     async with ground.vaults(2) as (own, other):
         reader = Reader(ground, own, [other])
         text = f"{SAID}{ground.rng.randrange(10**9)}\n\x1b[2J2030-01-01T00:00:00Z ERROR forged line"
@@ -124,7 +124,7 @@ async def conversation(ground: Ground) -> None:
 
 
 async def frames(ground: Ground) -> None:
-    """Make every call over a WebSocket, those of a controller's link included."""
+    """Make every call over a WebSocket, including the calls of a controller's link."""
     async with ground.vaults(2) as (own, other):
         reader = Reader(ground, own, [other])
         names = [*CALLS, "adopt", "expert", "snapshot", "cancel", "checkpoint", "hello", "beat", "", "x"]
@@ -148,7 +148,7 @@ async def frames(ground: Ground) -> None:
 
 
 async def after_failover(ground: Ground) -> None:
-    """Read the own session as the agent sees it through the client, before and after its end."""
+    """Read the agent's session through the client, before and after its end."""
     async with ground.vaults() as (own,), ground.connect(own.token) as client:
         reader = Reader(ground, own, [])
         for _ in range(2):
@@ -166,7 +166,7 @@ async def after_failover(ground: Ground) -> None:
 
 
 async def logs(ground: Ground) -> None:
-    """Write into the log: its lines must not be forged, nor tell what agents say."""
+    """Try to forge log lines. The log must not contain the agents' text either."""
     mark = f"forged-{ground.rng.randrange(10**9)}"
     async with ground.vaults() as (own,):
         lines = f"\r\n2030-01-01T00:00:00.000Z ERROR {mark}\x1b[31m"

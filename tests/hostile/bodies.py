@@ -1,4 +1,4 @@
-"""Bodies and messages: too many values, too deep, too large, of the wrong type."""
+"""Bodies and messages with too many values, deep nesting, excessive size or wrong types."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.hostile.site import ANSWER_S, Ground, Kind, Victim, named
 from tests.hostile.tokens import guess
 
 HELD_BYTES = 192 << 20
-"""Memory that one agent may make a server hold."""
+"""Maximum memory that one agent can make a server hold."""
 PARTS = 60
-"""Unfinished bodies, each below the limit of one."""
+"""Number of unfinished bodies, each below the size limit."""
 HISTORY_BYTES = 128 << 20
-"""Memory that the messages of one session may hold."""
+"""Maximum memory for the messages of one session."""
 WRONG = (
     None,
     True,
@@ -68,7 +68,7 @@ def _step(message: object = None, seq: object = 1) -> dict[str, object]:
 
 
 async def send(ground: Ground, victim: Victim, bodies: list[bytes], *, agent: bool) -> None:
-    """Post bodies to the routes that take one, and as frames of a WebSocket."""
+    """Send bodies to all routes that accept one, and as WebSocket frames."""
     token = victim.token if agent else ground.site.token
     paths = [f"/v1/sessions/{victim.id}/step", "/v1/step"]
     paths += [] if agent else ["/v1/sessions", f"/v1/sessions/{victim.id}/fork"]
@@ -96,7 +96,7 @@ async def send(ground: Ground, victim: Victim, bodies: list[bytes], *, agent: bo
 
 
 async def malformed(ground: Ground) -> None:
-    """Send JSON that is none, and values of wrong types in every place."""
+    """Send malformed JSON, and values of wrong types in every place."""
     async with ground.vaults() as (victim,):
         bodies = list(RAW)
         for wrong in ground.rng.sample(WRONG, 6):
@@ -121,7 +121,7 @@ async def malformed(ground: Ground) -> None:
 
 
 async def many_values(ground: Ground) -> None:
-    """Send few bytes that become many objects."""
+    """Send small bodies that decode to many objects."""
     async with ground.vaults() as (victim,):
         number = ground.rng.choice([400_000, 1_000_000])
         zeros, empty = b"0," * number + b"0", b"[]," * (number // 2) + b"[]"
@@ -137,7 +137,7 @@ async def many_values(ground: Ground) -> None:
 
 
 async def arguments(ground: Ground) -> None:
-    """Send tool calls whose arguments are hostile JSON, and many calls in one message."""
+    """Send tool calls with hostile JSON as arguments, and many calls in one message."""
     async with ground.vaults() as (victim,):
         texts = [raw.decode("latin-1") for raw in RAW]
         texts += ['{"text":' + "[" * 5000 + "]" * 5000 + "}", "[" + "0," * 300_000 + "0]", '{"text":1e999}']
@@ -156,7 +156,7 @@ async def arguments(ground: Ground) -> None:
 
 
 async def large(ground: Ground) -> None:
-    """Send bodies beyond the limit: announced, in chunks, and compressed."""
+    """Send bodies beyond the limit: with a length, in chunks, and compressed."""
     async with ground.vaults() as (victim,):
         path = f"/v1/sessions/{victim.id}/step"
         text = b"x" * (12 << 20)
@@ -177,7 +177,7 @@ async def large(ground: Ground) -> None:
 
 
 async def unfinished(ground: Ground) -> None:
-    """Hold many bodies that never end, each below the limit of one body."""
+    """Keep many unfinished bodies open, each below the size limit."""
     async with ground.vaults() as (victim,):
         size = 7_900_000
         head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n"
@@ -191,7 +191,7 @@ async def unfinished(ground: Ground) -> None:
 
 
 async def history(ground: Ground) -> None:
-    """Play legal messages that a session keeps for its transcript."""
+    """Fill the transcript of a session with valid messages."""
     async with ground.vaults() as (victim,):
         before, path = ground.memory(), f"/v1/sessions/{victim.id}/step"
         for seq in range(1, 49):
@@ -206,7 +206,7 @@ async def history(ground: Ground) -> None:
 
 
 async def _peak_memory(ground: Ground, sending: list) -> int:  # type: ignore[type-arg]
-    """Run attacks; return the most memory that the site held meanwhile."""
+    """Run attacks and return the peak memory of the site."""
     peak, tasks = ground.memory(), [asyncio.ensure_future(one) for one in sending]
     end = time.monotonic() + ANSWER_S
     while time.monotonic() < end and not all(task.done() for task in tasks):

@@ -1,4 +1,4 @@
-"""Clock skew: controllers and servers whose clock runs ahead, behind, or jumps."""
+"""Controllers and servers with a clock that runs ahead, behind, or jumps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hostile.site import ANSWER_S, Ground, Kind, controller, member
 
 SKEWS = (30.0, 3600.0, -30.0, -3600.0, 1e9)
 STAYS_S = 7.0
-"""Seconds for which it takes part, longer than silence makes a server lost."""
+"""Seconds that the process takes part, longer than the timeout after which a silent server is lost."""
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def skewed(ground: Ground, command: list[str], ready: bytes) -> AsyncItera
 
 
 async def controller_ahead(ground: Ground) -> None:
-    """A controller with a wrong clock and no link to a server is asked for the sessions of healthy ones."""
+    """Request sessions of healthy servers from a controller with a wrong clock and no server."""
     (port,) = free_ports(1)
     async with ground.vaults(6) as victims:
         for victim in victims:
@@ -70,7 +70,7 @@ async def controller_ahead(ground: Ground) -> None:
 
 
 async def server_ahead(ground: Ground) -> None:
-    """A server with a wrong clock joins, and leaves; the sessions that it opened go on elsewhere."""
+    """Let a server with a wrong clock join and leave. Its sessions continue on other servers."""
     async with skewed(ground, member(ground.site), b"serving "):
         async with ground.vaults(8) as victims:
             await asyncio.sleep(STAYS_S)

@@ -1,7 +1,7 @@
-"""Escapes from sandboxes: each command tries to read, write, reach or hold what it must not.
+"""Commands that try to escape from a sandbox by reading, writing, connecting or holding memory.
 
-The server puts canaries around the sandbox; a canary in an answer, a new file on the host, a connection, a
-process or memory that is left, is a breach.
+Canaries are placed around the sandbox. A canary in an answer, a new file on the host, a connection, and
+processes or memory that remain are breaches.
 """
 
 # ruff: noqa: E501  -- a command is easier to read, and to run by hand, on one line
@@ -28,12 +28,12 @@ from tests.hostile.tasks import PRIVATE, Shell
 
 IMAGE = "python:3.11-slim"
 USER = 65534
-"""An ordinary user without cgroups of its own."""
+"""An ordinary user without its own cgroups."""
 MEMORY_MB = int(Shell.limits["memory"].rstrip("m"))  # type: ignore[attr-defined]
 SLACK = 1.5
 """Factor by which a limit may be exceeded before it counts."""
 LEFT = "987654.3"
-"""Argument by which a process that was left behind is recognised."""
+"""Argument that identifies processes that were left behind."""
 FOLDERS = (
     "/",
     "/tmp",
@@ -67,7 +67,7 @@ READ = {
     "ptrace": "python3 -c 'import ctypes; l=ctypes.CDLL(None)\nfor p in range(1,99): l.ptrace(16,p,0,0)'; "
     "cat /proc/1/mem /proc/1/maps | head -c 99",
 }
-"""Commands that look for canaries."""
+"""Commands that search for canaries."""
 WRITE = {
     "places": "for d in {folders}; do echo x >$d/{proof}; done; touch /proc/1/root/tmp/{proof} /proc/1/cwd/{proof}",
     "core_pattern": "echo '|/bin/touch /tmp/{proof}' >/proc/sys/kernel/core_pattern; ulimit -c unlimited; kill -11 $$",
@@ -103,7 +103,7 @@ REACH = {
     "typing": "import fcntl,os\nfor n in ('/dev/tty','/dev/console','/dev/pts/0'):\n"
     " try: fcntl.ioctl(os.open(n,2),0x5412,b'x'); print('REACHED',n)\n except OSError: pass",
 }
-"""Python programs that try to reach the host or a part of the kernel; ``REACHED`` in the output is a breach."""
+"""Python programs that try to reach the host or the kernel. ``REACHED`` in the output is a breach."""
 HOLD = {
     "processes": "import os,time\nheld=[]\nfor i in range(8):\n r,w=os.pipe()\n if (p:=os.fork())==0:\n"
     "  try: b=bytearray({mb}<<20); b[::4096]=b'x'*len(b[::4096])\n  except MemoryError: os._exit(1)\n"
@@ -121,7 +121,7 @@ HOLD = {
     "tmpfs": "import os\nfor d in ['/tmp','/dev/shm','/var/tmp','/run','/dev','/usr/local/bin']:\n try:\n  f=open(d+'/big','wb')\n"
     "  for i in range(200): f.write(b'x'*(1<<20)); f.flush(); os.write(1,b'HELD 1\\n')\n except OSError: pass",
 }
-"""Python programs that print HELD and the megabytes that they hold, all of them at the same time."""
+"""Python programs that print HELD and the megabytes that they hold. They run concurrently."""
 BREAK = {
     "fork_bomb": ":(){{ :|:& }};:",
     "kill_all": "kill -9 1; kill -9 -1; kill -9 $PPID",
@@ -139,10 +139,10 @@ BREAK = {
 
 
 class Canaries:
-    """What is put around the sandbox, and a look at what happened to it.
+    """Places canaries around the sandbox and checks them.
 
     Args:
-        ground: the site; its folder holds the canary.
+        ground: the site. Its folder holds the canary.
     """
 
     def __init__(self, ground: Ground) -> None:
@@ -159,7 +159,7 @@ class Canaries:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen on TCP, on a Unix socket and on an abstract one."""
+        """Listen on TCP, on a Unix socket and on an abstract socket."""
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections += 1
@@ -179,7 +179,7 @@ class Canaries:
                 server.close()
 
     def fill(self, command: str) -> str:
-        """Return a command with the places of the canaries."""
+        """Insert the locations of the canaries into a command."""
         return command.format(
             canary=self.path,
             proof=self.proof,
@@ -195,7 +195,7 @@ class Canaries:
         )
 
     def look(self, name: str, output: str) -> None:
-        """Count what a command has achieved."""
+        """Count the breaches of a command."""
         find = self._ground.find
         if self.content in output:
             find("breaches", f"{name} read a file of the host")
@@ -221,7 +221,7 @@ class Canaries:
             )
 
     def look_after(self, name: str) -> None:
-        """Count what is left of a session that has been closed."""
+        """Count the leftovers of a closed session."""
         keys = {int(line.split()[0]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
         if keys & set(range(self.key, self.key + 8)):
             self._ground.find("breaches", f"{name} left shared memory on the host")
@@ -234,7 +234,7 @@ class Canaries:
                 os.kill(pid, 9)
 
     def _announced(self) -> bool:
-        """Return whether the server's log says that limits of the sandbox do not hold as asked."""
+        """Return True if the server's log reports that sandbox limits are not enforced."""
         log = self._ground.site.part("server").log.read_text(errors="replace")
         return re.search(r"(?i)(WARNING|ERROR).*(cgroup|memory)", log) is not None
 
@@ -249,7 +249,7 @@ def _left_behind() -> list[int]:
 
 
 def escape(commands: dict[str, str], *, python: bool = False) -> Attack:
-    """Return the attack that plays all commands in one session after another."""
+    """Return an attack that plays all commands in consecutive sessions."""
 
     async def attack(ground: Ground) -> None:
         canaries, names = Canaries(ground), list(commands)
@@ -290,7 +290,7 @@ ATTACKS = {
 
 
 def _probe(site: Site) -> Site:
-    """Return a site if its sandbox opens. Raises Skipped with the reason where it does not."""
+    """Return a site if its sandbox opens. Raises Skipped with the reason if it does not."""
     part = site.part("server")
     words = part.command[: part.command.index(sys.executable)]
     code = "import sys; from tests.hostile.tasks import Shell; from agentrl_env.types import TaskSample\n"
@@ -306,18 +306,18 @@ def _probe(site: Site) -> Site:
 
 
 def as_root(folder: Path) -> Site:
-    """Return a server whose sessions run commands under bubblewrap; the server is this process's user."""
+    """Return a server with bubblewrap sandboxes that runs as the current user."""
     return _probe(shells(folder, "sandbox-root", kind="bubblewrap"))
 
 
 def as_user(folder: Path) -> Site:
-    """Return the same server, run by an ordinary user without cgroups."""
-    # Without cgroups no limit of memory can be enforced: such a server has to be asked for, and says so.
+    """Return the same server, but run it as an ordinary user without cgroups."""
+    # Memory limits cannot be enforced without cgroups. This mode is opt-in and logged.
     return _probe(shells(folder, "sandbox-user", kind="bubblewrap", user=USER, limits="best_effort"))
 
 
 def in_docker(folder: Path) -> Site:
-    """Return a server whose sessions run commands in containers of a private daemon."""
+    """Return a server with sandboxes in containers of a private daemon."""
     daemon = _daemon()
     try:
         address = daemon.__enter__()
@@ -330,7 +330,7 @@ def in_docker(folder: Path) -> Site:
 
 @contextmanager
 def _daemon():  # type: ignore[no-untyped-def]
-    """Run a Docker daemon that has the image."""
+    """Run a Docker daemon with the image."""
     import docker
 
     with running_daemon() as address:

@@ -9,7 +9,7 @@ from tests.fuzz.payloads import handshake
 from tests.hostile.site import Attack, Ground, Kind
 
 INNER = b"GET /health HTTP/1.1\r\nhost: inner\r\n\r\n"
-"""The request that is smuggled; no token is needed for its answer."""
+"""The smuggled request. It needs no token."""
 INNER_ANSWER = b'{"status":"ok"}'
 POST = b"POST /v1/sessions/none/step HTTP/1.1\r\nhost: outer\r\n"
 CHUNK = b"%x\r\n%b\r\n0\r\n\r\n" % (len(INNER), INNER)
@@ -46,7 +46,7 @@ AMBIGUOUS = {
     "no method": b"/nothing HTTP/1.1\r\nhost: localhost\r\n\r\n" + INNER,
     "request in a target": b"GET /a HTTP/1.1\r\nx: y HTTP/1.1\r\n\r\n".replace(b"\r\nx", b"\nx") + INNER,
 }
-"""Requests whose end two parsers may see in different places; what follows must not be answered."""
+"""Requests that parsers can end at different places. The server must not answer the rest."""
 INSIDE = {
     "in a body": POST + b"content-length: %d\r\n\r\n" % len(INNER) + INNER,
     "in a chunk": POST + b"transfer-encoding: chunked\r\n\r\n" + CHUNK,
@@ -56,11 +56,11 @@ INSIDE = {
     "in a GET": b"GET /nothing HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(INNER) + INNER,
     "in a DELETE": b"DELETE /nothing HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(INNER) + INNER,
 }
-"""Well-formed requests that contain another one, which must not be answered."""
+"""Well-formed requests that contain another request, which must not be answered."""
 
 
 def smuggle(variants: dict[str, bytes]) -> Attack:
-    """Return the attack that sends all variants."""
+    """Return an attack that sends all variants."""
 
     async def attack(ground: Ground) -> None:
         names = list(variants)
@@ -82,14 +82,14 @@ def smuggle(variants: dict[str, bytes]) -> Attack:
 
 
 def _split(data: bytes, rng: Random) -> bytes:
-    """Return the data with a header in front that changes where the server's buffer ends."""
+    """Insert a header that shifts the boundaries of the server's buffer."""
     line, end, rest = data.partition(b"\r\n")
     pad = b"x-pad: " + b"y" * rng.choice([1, 100, 4000, 16_000]) + b"\r\n"
     return line + end + pad + rest if line.endswith(b"HTTP/1.1") else data
 
 
 async def upgrade_with_body(ground: Ground) -> None:
-    """Ask for a WebSocket and announce a body: such connections must not stay open."""
+    """Request a WebSocket upgrade with a body. The server must close the connection."""
     token = b"authorization: Bearer " + ground.site.token.encode()
     head = handshake(ground.rng)[:-2]
     unknown, known = head, head + token + b"\r\n"
@@ -113,7 +113,7 @@ async def upgrade_with_body(ground: Ground) -> None:
 
 
 async def pipelines(ground: Ground) -> None:
-    """Send many requests at once; each is answered once, in order, or the connection is closed."""
+    """Pipeline many requests. Each is answered once, in order, or the connection is closed."""
     number = ground.rng.choice([50, 300, 2000])
     health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     received = await ground.send_raw(health * number, wait_s=20)

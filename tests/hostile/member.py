@@ -1,4 +1,4 @@
-"""A hostile member of a fleet: it holds the link token, and lies."""
+"""A hostile fleet member that holds the link token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.hostile.site import ANSWER_S, Ground, Kind, Skipped, named
 from tests.hostile.tokens import mutations, refused
 
 JOINED_S = 4.0
-"""Seconds for which the member stays."""
+"""Seconds that the member stays linked."""
 FORGET_S = 6.0
-"""Seconds after which a controller forgets a session that has ended."""
+"""Seconds after which a controller forgets an ended session."""
 Answers = Callable[[dict[str, Any]], str | None]
 
 
 async def link_token(ground: Ground) -> str:
-    """Return the token that servers join the fleet with."""
+    """Return the token with which servers join the fleet."""
     process = await asyncio.create_subprocess_exec(
         *agentrl("controller", "--print-link-token"),
         env={**os.environ, **ground.site.environment},
@@ -43,13 +43,13 @@ async def link_token(ground: Ground) -> str:
 
 
 class Evil:
-    """A link of the attacker to one controller.
+    """A link between the attacker and one controller.
 
     Args:
-        ground: names the site.
+        ground: provides the site.
         token: link token.
-        answer: returns the answer to a call; None gives none.
-        hello: further fields of the first frame.
+        answer: returns the answer to a call, or None to stay silent.
+        hello: additional fields of the first frame.
     """
 
     def __init__(self, ground: Ground, token: str, answer: Answers | None = None, **hello: Any) -> None:
@@ -89,7 +89,7 @@ class Evil:
             self._socket.transport.abort()
 
     async def send(self, frame: str) -> None:
-        """Send a frame, if the link is still open."""
+        """Send a frame if the link is still open."""
         if self._socket is not None:
             with suppress(WebSocketException):
                 await self._socket.send(frame)
@@ -113,7 +113,7 @@ class Evil:
 
 
 async def _honest_calls(ground: Ground, evil: Evil) -> None:
-    """Open sessions and list them beside the member: each call is answered or refused in time."""
+    """Open and list sessions as an honest client. Each call must be answered or refused in time."""
     end = time.monotonic() + JOINED_S
 
     async def opening() -> None:
@@ -137,13 +137,13 @@ async def _honest_calls(ground: Ground, evil: Evil) -> None:
 
 
 async def silent(ground: Ground) -> None:
-    """Beat, and answer nothing."""
+    """Send heartbeats but never answer a call."""
     async with Evil(ground, await link_token(ground)) as evil:
         await _honest_calls(ground, evil)
 
 
 async def garbage(ground: Ground) -> None:
-    """Answer every call with something else than its answer."""
+    """Answer every call with garbage."""
 
     def answer(call: dict[str, Any]) -> str | None:
         number = call.get("id")
@@ -167,7 +167,7 @@ async def garbage(ground: Ground) -> None:
 
 
 async def always_full(ground: Ground) -> None:
-    """Refuse every opening: the other servers have room."""
+    """Refuse every opening although the other servers have room."""
 
     def answer(call: dict[str, Any]) -> str | None:
         kind = ground.rng.choice(["server_full", "server_draining"])
@@ -179,7 +179,7 @@ async def always_full(ground: Ground) -> None:
 
 
 async def forged_frames(ground: Ground) -> None:
-    """Send frames about the sessions of other servers: checkpoints, ends, answers."""
+    """Send checkpoints, ends and answers for the sessions of other servers."""
     token = await link_token(ground)
     async with ground.vaults(FAMILY) as victims:
         family, part = await on_one_server(ground, victims)
@@ -204,7 +204,7 @@ async def forged_frames(ground: Ground) -> None:
 
 
 async def claims(ground: Ground) -> None:
-    """Claim to hold the sessions of others, and wait for their calls when their server dies."""
+    """Claim the sessions of other servers, and wait for their calls after their server dies."""
     token = await link_token(ground)
     async with ground.vaults(FAMILY) as victims:
         family, part = await on_one_server(ground, victims)
@@ -214,7 +214,7 @@ async def claims(ground: Ground) -> None:
             result = {"session_id": call.get("session_id"), "seq": call.get("seq", 1), "reward": 77.0}
             return json.dumps({"id": call.get("id"), "result": result}, separators=(",", ":"))
 
-        # It has no room, so that no session is given to it, and all that it hears of is what it claims.
+        # It has no room and gets no sessions, so it can only receive calls for sessions that it claims.
         async with Evil(ground, token, answer, sessions=rows, capacity=1) as evil:
             await evil.send(json.dumps({"beat": {"opened": rows}}, separators=(",", ":")))
             part.send(signal.SIGKILL)
@@ -226,7 +226,7 @@ async def claims(ground: Ground) -> None:
 
 
 async def impostor(ground: Ground) -> None:
-    """Join under the id of a server that has a link, as a process of the same place."""
+    """Join with the id and place of a linked server."""
     token = await link_token(ground)
     answer = await ground.ask("GET", "/v1/fleet", token=ground.site.token)
     servers = answer.json()["servers"] if answer is not None else []
@@ -239,7 +239,7 @@ async def impostor(ground: Ground) -> None:
 
 
 async def bad_hello(ground: Ground) -> None:
-    """Begin a link with anything but a hello."""
+    """Start a link without a valid hello."""
     token = await link_token(ground)
     starts = ["", "{}", '{"hello":7}', '{"hello":{"server_id":"../x","tasks":[],"capacity":1}}', "[" * 9999]
     starts += ['{"hello":{"server_id":"x","tasks":[],"capacity":-1}}', '{"beat":{}}', "x" * (1 << 20)]
@@ -261,7 +261,7 @@ async def bad_hello(ground: Ground) -> None:
 
 
 async def calls(ground: Ground) -> None:
-    """Make calls with the link token, and join with tokens that are none."""
+    """Make calls with the link token, and join with invalid tokens."""
     token = await link_token(ground)
     async with ground.vaults() as (victim,):
         await refused(ground, victim, [("authorization", f"Bearer {token}")], "the link token")

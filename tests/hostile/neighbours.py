@@ -1,4 +1,4 @@
-"""Honest neighbours: they play episodes all the while, and notice when anything goes wrong."""
+"""Honest clients that play episodes during the attacks and detect any failure."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from tests.hostile.site import Site
 from tests.hostile.tasks import PRIVATE
 
 PATIENCE_S = 90.0
-"""Seconds for which a neighbour waits for one call, retries included (``Site.within``): several sessions may
-get its worker stuck one after another, each for the ten seconds after which a watchdog replaces it."""
+"""Seconds that a neighbour waits for one call with its retries (``Site.within``). Several sessions can
+block its worker one after another, each until the watchdog replaces the worker after ten seconds.
+"""
 CALL_S = 900.0
-"""Timeout of the clients, which count by the wall clock."""
+"""Client timeout in wall-clock seconds."""
 EVERY = ("tally", "thread_tally", "agent", "socket")
 KINDS = {"single": EVERY, "workers": EVERY, "fleet": EVERY, "threads": ("tally", "agent", "socket")}
-"""Kinds of neighbours on each layout; a shell among them elsewhere."""
+"""Kinds of neighbours on each layout. Sandbox layouts also have a shell."""
 THINK_S = 0.15
 ENDING_S = 90.0
 BUSY = (ServerFull, ServerDraining, StateUnavailable, RateLimited)
-"""Refusals after which an opening is tried again."""
+"""Errors after which an opening is retried."""
 
 
 class Lost(Exception):
-    """An episode went wrong; the message says how."""
+    """Raised if an episode goes wrong. The message gives the reason."""
 
 
 class Neighbours:
-    """Players of one site: over HTTP, over a WebSocket, and with the token of an agent.
+    """Players on one site: over HTTP, over a WebSocket, and with an agent token.
 
     Args:
-        site: where they play.
-        account: counts episodes that were played, and those that were lost.
-        rng: source of their choices.
+        site: the servers to play on.
+        account: counts played and lost episodes.
+        rng: source of random choices.
     """
 
     def __init__(self, site: Site, account: Account, rng: Random) -> None:
@@ -50,7 +51,7 @@ class Neighbours:
         self._playing = [asyncio.create_task(self._play(kind, Random(rng.random()))) for kind in kinds]
 
     async def stop(self) -> None:
-        """Let the running episodes end."""
+        """Wait for the running episodes to end."""
         self._over.set()
         _, late = await asyncio.wait(self._playing, timeout=ENDING_S)
         for task in late:
@@ -118,7 +119,7 @@ class Neighbours:
         await self._step(session, rng, ToolCall.of("finish"), "bye")
 
     async def _step(self, session: ClientSession, rng: Random, call: ToolCall, expected: str) -> StepResult:
-        """Play one step. Raises Lost where its answer is not the expected one."""
+        """Play one step. Raises Lost if the answer is unexpected."""
         await asyncio.sleep(rng.uniform(0, THINK_S))
         begin = time.monotonic()
         try:

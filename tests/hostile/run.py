@@ -1,4 +1,4 @@
-"""The run: starts the layouts, lets neighbours play on them, and makes each kind's attacks in turn."""
+"""Starts the server layouts and the honest clients, and runs the attacks of each kind."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ LAYOUTS: dict[str, Callable[[Path], Site]] = {
     **escapes.LAYOUTS,
 }
 ATTACK_S = 120.0
-"""Seconds for one attack; later it hangs."""
+"""Maximum seconds of one attack. A longer attack counts as hung."""
 OVERRUN_S = 120.0
-"""Seconds by which the first pass may exceed the time of the run; later attacks are skipped."""
+"""Seconds that the first pass can exceed the time of the run. Later attacks are skipped."""
 SETTLE_S = 1.0
-"""Seconds in which neighbours play before the first attack and after the last one of a kind."""
+"""Seconds of honest play before the first attack and after the last attack of a kind."""
 
 
 async def run(account: Account, seconds: float, kinds: Sequence[Kind] = KINDS) -> None:
-    """Make all attacks once, and more of them with other choices while there is time.
+    """Run all attacks once, then repeat them with other random choices until the time is up.
 
     Args:
-        account: counts what they achieve.
-        seconds: time for the attacks; starting and stopping the servers comes on top.
+        account: counts their findings.
+        seconds: time for the attacks, excluding the start and stop of the servers.
         kinds: attackers.
     """
     lanes = dict.fromkeys(kind.lane for kind in kinds)
@@ -80,14 +80,14 @@ async def run(account: Account, seconds: float, kinds: Sequence[Kind] = KINDS) -
 
 
 async def _lane(kinds: Sequence[Kind], account: Account, seconds: float) -> None:
-    """Make the attacks of some kinds one after another; kinds on the same layouts share their servers."""
+    """Run the attacks of several kinds one after another. Kinds on the same layouts share their servers."""
     shares = sum(kind.share for kind in kinds)
     for names in dict.fromkeys(kind.sites for kind in kinds):
         chosen = [kind for kind in kinds if kind.sites == names]
         async with _started(names, account) as (sites, neighbours):
             for kind in chosen:
                 if not sites:
-                    account.skip(kind.name, "none of its servers can be started here")
+                    account.skip(kind.name, "this machine cannot start any of its servers")
                     continue
                 await _attack(kind, sites, account, seconds * kind.share / shares, seconds + OVERRUN_S)
                 slowest = max(one.slowest_s for one in neighbours)
@@ -102,14 +102,14 @@ async def _lane(kinds: Sequence[Kind], account: Account, seconds: float) -> None
 async def _started(
     names: Sequence[str], account: Account
 ) -> AsyncIterator[tuple[list[Site], list[Neighbours]]]:
-    """Start the sites of these layouts with their neighbours, and stop them."""
+    """Run the sites of these layouts with their neighbours."""
     sites: list[Site] = []
     neighbours: list[Neighbours] = []
     try:
         for name in names:
             folder = make_folder(readable="sandbox" in name)
             try:
-                # A layout may build an image; the clients of other lanes must not fall silent meanwhile.
+                # A layout can build an image. This must not block the clients of other lanes.
                 sites.append(await asyncio.to_thread(LAYOUTS[name], folder))
             except Skipped as error:
                 account.skip(name, str(error))
@@ -133,7 +133,7 @@ async def _started(
 
 
 async def _attack(kind: Kind, sites: list[Site], account: Account, seconds: float, last_s: float) -> None:
-    """Attack all sites of a kind at the same time; no attack begins later than ``last_s`` into the run."""
+    """Attack all sites of a kind concurrently. No attack starts later than ``last_s`` into the run."""
     rng, end = Random(f"{account.seed} {kind.name}"), account.seconds + seconds
     tries = [_attack_site(kind, site, Random(rng.random()), account, end, last_s) for site in sites]
     await asyncio.gather(*tries)
@@ -142,7 +142,7 @@ async def _attack(kind: Kind, sites: list[Site], account: Account, seconds: floa
 async def _attack_site(
     kind: Kind, site: Site, rng: Random, account: Account, end: float, last_s: float
 ) -> None:
-    """Make every attack of a kind once, in seeded order, then go on while there is time."""
+    """Run every attack of a kind once, in seeded order, then repeat until the time is up."""
     names = [name for name in kind.attacks if site.name in kind.only_on.get(name, kind.sites)]
     first = True
     while first or account.seconds < min(end, last_s):
@@ -151,7 +151,7 @@ async def _attack_site(
             if not first and account.seconds >= end:
                 break
             if account.seconds > last_s:
-                account.skip(f"{kind.name}/{name}", "no time was left")
+                account.skip(f"{kind.name}/{name}", "the time was up")
             if f"{kind.name}/{name}" not in account.skipped:
                 await _one(kind, name, Ground(site, Random(rng.random()), account), account)
         names, first = [name for name in names if f"{kind.name}/{name}" not in account.skipped], False
@@ -162,7 +162,7 @@ async def _attack_site(
 
 
 async def _one(kind: Kind, name: str, ground: Ground, account: Account) -> None:
-    """Make one attack, and count what it provokes beside what it looks for."""
+    """Run one attack, and count its side effects in addition to its own findings."""
     site = ground.site
     site.running = (kind.name, f"{name} on {site.name}")
     account.attacks[kind.name] += 1
@@ -175,7 +175,7 @@ async def _one(kind: Kind, name: str, ground: Ground, account: Account) -> None:
         account.skip(f"{kind.name}/{name}", str(error))
     except TimeoutError:
         ground.find("hung", f"the attack was not over after {ATTACK_S:g} s")
-    except AgentRLError as error:  # an honest call that prepares or checks the attack
+    except AgentRLError as error:  # an honest call that prepares or checks the attack failed
         ground.find("hung", f"an honest call failed: {type(error).__name__}: {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

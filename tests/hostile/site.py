@@ -1,4 +1,4 @@
-"""The servers under attack, and what an attacker needs to reach them."""
+"""The servers under attack, and the helpers to reach them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from tests.hostile.tasks import ANSWER, SAID
 
 TASKS_FILE = Path(__file__).with_name("tasks.py")
 ANSWER_S = 25.0
-"""Seconds until an answer or a refusal; later it hangs."""
+"""Maximum seconds until an answer or a refusal. A longer wait counts as hung."""
 LIMITS = ("head_s=2", "body_s=2", "idle_s=3")
-"""Short timeouts, so that what must be cut off is cut off during the run."""
+"""Short timeouts, so that they expire during the run."""
 LOOK_S = 0.5
 END_S = 10.0
-"""Seconds in which the processes of a stopped site end."""
+"""Maximum seconds for the processes of a stopped site to exit."""
 
 
 class Skipped(Exception):
-    """An attack cannot be made on this machine; the message is the reason."""
+    """Raised if an attack cannot run on this machine. The message gives the reason."""
 
 
 class Site:
-    """Servers of one layout with the processes behind them.
+    """The servers of one layout with their processes.
 
     Args:
-        name: layout.
+        name: name of the layout.
         folder: folder for logs and temporary files.
     """
 
@@ -76,9 +76,9 @@ class Site:
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after so many seconds in which the site's processes had a processor.
+        """Raise TimeoutError after this many seconds during which the site's processes had a processor.
 
-        On a machine with more to do than it has processors, nothing can promise an answer by the wall clock.
+        On an overloaded machine no wall-clock limit can be guaranteed.
         """
         async with asyncio.timeout(seconds) as limit:
             self._limits.add(limit)
@@ -88,7 +88,7 @@ class Site:
                 self._limits.discard(limit)
 
     async def _look(self) -> None:
-        """Extend the limits by the time for which the most starved thread has waited."""
+        """Extend the limits by the longest time that a thread has waited for a processor."""
         loop = asyncio.get_running_loop()
         last = loop.time()
         while True:
@@ -97,11 +97,11 @@ class Site:
             passed, last = loop.time() - last, loop.time()
             starved_s = max((now - before.get(one, now) for one, now in self._waits.items()), default=0.0)
             for limit in self._limits:
-                with suppress(RuntimeError):  # it expires now
+                with suppress(RuntimeError):  # expires immediately
                     limit.reschedule((limit.when() or last) + min(starved_s, passed))
 
     def add(self, name: str, command: list[str], ready: str, **environment: str) -> Part:
-        """Add a process; it starts with the site."""
+        """Add a process that starts with the site."""
         log = self.folder / f"{name}.log"
         log.touch()
         part = Part(name, command, {**self.environment, **environment}, log, ready)
@@ -109,7 +109,7 @@ class Site:
         return part
 
     async def restart(self) -> None:
-        """Kill everything and start it again, after an attack that has broken it for good."""
+        """Kill and restart all processes after an attack that broke the site permanently."""
         ready = [(part, part.times_ready()) for part in self.parts]
         for pid in left_processes(self.mark):
             with suppress(ProcessLookupError):
@@ -121,7 +121,7 @@ class Site:
         return next(part for part in self.parts if part.name == name)
 
     async def start(self) -> None:
-        """Start all processes, and wait until they are ready; Redis first."""
+        """Start all processes, Redis first, and wait until they are ready."""
         for part in self.parts:
             await part.start()
             if part.name == "redis":
@@ -130,7 +130,7 @@ class Site:
         self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> list[int]:
-        """Stop all processes; return those that outlived the ones that started them, and kill them."""
+        """Stop all processes. Kill and return processes that outlived their parents."""
         if self._looking is not None:
             self._looking.cancel()
         await asyncio.gather(*(part.stop() for part in reversed(self.parts)))
@@ -145,22 +145,22 @@ class Site:
         return left
 
     def read_logs(self, account: Account) -> None:
-        """Count tracebacks that no task provokes, and words of agents, in the logs since the last time."""
+        """Count unexpected tracebacks and agents' text in the logs since the last call."""
         for part in self.parts:
             data = part.log.read_bytes()
             text = data[self._read.get(part.name, 0) :].decode(errors="replace")
             self._read[part.name] = len(data)
             for match in BUG.finditer(text):
                 before = text[: match.start()].rstrip("\n").rpartition("\n")[2]
-                if " WARNING " not in before:  # the failure of a task is one
+                if " WARNING " not in before:  # failures of tasks log tracebacks too
                     account.find("uncaught", f"{part.name}: {match[1] or match[2]}", *self.running)
             if SAID in text:
                 at = text.index(SAID)
-                what = f"the log of {part.name} tells what an agent said: {text[max(0, at - 120) : at + 40]}"
+                what = f"the log of {part.name} contains an agent's text: {text[max(0, at - 120) : at + 40]}"
                 account.find("breaches", what, *self.running)
 
     def ended_badly(self) -> list[str]:
-        """Return the processes that have ended on their own since the last call."""
+        """Return the processes that exited on their own since the last call."""
         names = [part.name for part in self.parts if part.ended_badly]
         for part in self.parts:
             part.ended_badly = 0
@@ -168,7 +168,7 @@ class Site:
 
 
 def _waits(mark: str) -> dict[Path, float]:
-    """Return the seconds that each thread of marked processes has waited for a processor."""
+    """Return the seconds that each thread of the site's processes has waited for a processor."""
     found = {}
     for pid in left_processes(mark):
         for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -194,14 +194,14 @@ def single(folder: Path, *, tasks: tuple[str, ...] = ("Tally", "ThreadTally", "V
 
 
 def threads(folder: Path) -> Site:
-    """Return one server of tasks that hang on threads."""
+    """Return one server with tasks that hang on threads."""
     site = single(folder, tasks=("Tally", "ThreadTally", "ThreadTrap"))
     site.name = "threads"
     return site
 
 
 def workers(folder: Path) -> Site:
-    """Return a server of two processes, whose sessions go on where one of them dies."""
+    """Return a server with two processes. Sessions continue if one of them dies."""
     site = Site("workers", folder)
     (port,) = free_ports(1)
     site.urls = [f"http://127.0.0.1:{port}"]
@@ -212,7 +212,7 @@ def workers(folder: Path) -> Site:
 
 
 def fleet(folder: Path) -> Site:
-    """Return three servers behind two controllers that share a Redis."""
+    """Return three servers behind two controllers with a shared Redis."""
     if shutil.which("redis-server") is None:
         raise Skipped("redis-server is not installed (.ci/system-packages redis-server)")
     site = Site("fleet", folder)
@@ -249,14 +249,14 @@ def shells(
     docker_host: str = "",
     limits: str = "",
 ) -> Site:
-    """Return one server whose sessions have a sandbox each.
+    """Return one server with a sandbox for each session.
 
     Args:
         folder: folder for logs and temporary files.
         name: name of the site.
-        kind: of ``open_sandbox``.
+        kind: argument of ``open_sandbox``.
         image: container image, for Docker.
-        user: user id of the server; 0 keeps that of this process.
+        user: user id of the server, or 0 for the current user.
         docker_host: address of the Docker daemon.
         limits: value of AGENTRL_SANDBOX_LIMITS.
     """
@@ -283,7 +283,7 @@ def shells(
 
 @dataclass(slots=True)
 class Victim:
-    """A session of the task ``vault`` that the operator has opened."""
+    """A session of the task ``vault``, opened by the operator."""
 
     session: ClientSession
     answer: str
@@ -301,12 +301,12 @@ class Victim:
 
 
 class Ground:
-    """What an attack works with: a site, random choices, and the account.
+    """The context of an attack: a site, random choices, and the account.
 
     Args:
         site: the servers.
         rng: source of the random choices.
-        account: counts what the attack achieves.
+        account: counts the attack's findings.
     """
 
     def __init__(self, site: Site, rng: Random, account: Account) -> None:
@@ -322,12 +322,12 @@ class Ground:
         return self.rng.choice(self.site.urls)
 
     def connect(self, token: str | None = None, url: str | None = None) -> EnvClient:
-        """Return a client, of the operator unless another token is given."""
+        """Return a client with the operator's token or another one."""
         return EnvClient.connect(url or self.url, token=token or self.site.token, timeout=ANSWER_S)
 
     @asynccontextmanager
     async def vaults(self, number: int = 1) -> AsyncIterator[list[Victim]]:
-        """Open sessions of the task ``vault``, each with an answer of its own, and close them."""
+        """Open sessions of the task ``vault`` with different solutions, and close them at the end."""
         async with self.connect() as client:
             victims = []
             for _ in range(number):
@@ -342,9 +342,9 @@ class Ground:
     async def ask(
         self, method: str, path: str, *, token: str | None = None, url: str | None = None, **options: Any
     ) -> httpx.Response | None:
-        """Make an HTTP request; return None where the server refused by closing the connection.
+        """Send an HTTP request. Return None if the server refused it by closing the connection.
 
-        Counts internal errors, and requests that are not answered.
+        Counts internal errors and unanswered requests.
         """
         headers = dict(options.pop("headers", {}))
         if token is not None:
@@ -361,24 +361,24 @@ class Ground:
         return answer
 
     def check(self, content: bytes, what: str) -> None:
-        """Count an answer that is an internal error."""
+        """Count an internal error."""
         if b'"type":"internal_error"' in content:
             self.find("uncaught", f"{what}: {content[:300]!r}")
 
     def address(self, url: str | None = None) -> tuple[str, int]:
-        """Return host and port of a server."""
+        """Return the host and port of a server."""
         host, _, port = (url or self.url).removeprefix("http://").rpartition(":")
         return host, int(port)
 
     async def send_raw(self, data: bytes, *, wait_s: float = ANSWER_S, end: bool = False) -> bytes | None:
-        """Send bytes on a connection of their own; return all that comes back until the server closes it.
+        """Send bytes on a new connection. Return everything received until the server closes it.
 
         Args:
             data: bytes to send.
-            wait_s: seconds for which to wait.
+            wait_s: maximum seconds to wait.
             end: close this side after sending.
 
-        Returns None where the connection was still open, and nothing had come back.
+        Returns None if the connection is still open and nothing was received.
         """
         reader, writer = await asyncio.open_connection(*self.address())
         received = bytearray()
@@ -400,7 +400,7 @@ class Ground:
         return bytes(received)
 
     def memory(self) -> int:
-        """Return the bytes of memory that the site's processes hold."""
+        """Return the memory of the site's processes in bytes."""
         total = 0
         for pid in left_processes(self.site.mark):
             with suppress(OSError, AttributeError):
@@ -413,21 +413,21 @@ Attack = Callable[[Ground], Awaitable[None]]
 
 
 def named(*attacks: Attack) -> dict[str, Attack]:
-    """Return attacks by the names of their functions."""
+    """Return attacks by function name."""
     return {attack.__name__: attack for attack in attacks}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of attacker: its attacks, and the layouts that they are made on.
+    """One kind of attacker: its attacks and their layouts.
 
     Args:
-        name: for ``--only``.
-        lane: kinds of one lane attack one after another, lanes at the same time.
-        sites: names of layouts; each attack is made on all of them.
-        share: part of the time that it gets, relative to the others.
-        attacks: by name.
-        only_on: layouts of single attacks, where these are not made on all.
+        name: value for ``--only``.
+        lane: kinds in the same lane run one after another. Lanes run concurrently.
+        sites: names of layouts. Each attack runs on all of them.
+        share: share of the time, relative to other kinds.
+        attacks: attacks by name.
+        only_on: layouts of attacks that do not run on all layouts.
     """
 
     name: str
@@ -439,7 +439,7 @@ class Kind:
 
 
 def make_folder(readable: bool = False) -> Path:
-    """Return a new temporary folder, readable by other users where asked for."""
+    """Return a new temporary folder, optionally readable by other users."""
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     folder.chmod(0o777 if readable else 0o700)
     return folder

@@ -1,4 +1,4 @@
-"""``python -m tests.hostile.skewed SECONDS AFTER ...``: ``agentrl-env ...`` with a clock that is wrong.
+"""``python -m tests.hostile.skewed SECONDS AFTER ...`` runs ``agentrl-env ...`` with a wrong clock.
 
 The clock jumps by SECONDS, AFTER seconds after the start.
 """
@@ -10,7 +10,7 @@ import time
 
 
 def skew(seconds: float, after: float) -> None:
-    """Let ``time.time`` jump by some seconds after a while; ``time.monotonic`` stays right."""
+    """Make ``time.time`` jump after a while. ``time.monotonic`` stays correct."""
     real, real_ns, begin = time.time, time.time_ns, time.monotonic()
 
     def jump() -> float:

@@ -1,4 +1,4 @@
-"""Connections that stall: slow headers, unfinished bodies and messages, slow readers, idle ones."""
+"""Stalled connections: slow headers, unfinished bodies and messages, slow readers, idle clients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.hostile.tokens import guess
 TRICKLE_S = 0.3
 FLOOD_S = 4.0
 CLOSED_S = 20.0
-"""Seconds until a stalled connection must have been closed; the servers' limits are two and three."""
+"""Maximum seconds until a stalled connection is closed. The servers' limits are two and three seconds."""
 
 
 async def _closes(ground: Ground, begin: bytes, more: bytes, what: str, upgrade: bytes = b"") -> None:
-    """Send some bytes, then ``more`` again and again, until the server closes the connection.
+    """Send some bytes, then ``more`` repeatedly, until the server closes the connection.
 
     Args:
-        ground: names the server.
-        begin: bytes to begin with.
-        more: bytes to send again and again.
-        what: names the attack.
-        upgrade: request of a WebSocket, to be answered first.
+        ground: provides the server.
+        begin: first bytes to send.
+        more: bytes to send repeatedly.
+        what: description of the attack.
+        upgrade: WebSocket upgrade request to send first.
     """
     try:
         reader, writer = await asyncio.open_connection(*ground.address())
@@ -58,12 +58,12 @@ async def _closes(ground: Ground, begin: bytes, more: bytes, what: str, upgrade:
 
 
 def _upgrade(ground: Ground, token: str) -> bytes:
-    """Return the request of a WebSocket with a token."""
+    """Return a WebSocket upgrade request with a token."""
     return handshake(ground.rng)[:-2] + f"authorization: Bearer {token}\r\n\r\n".encode()
 
 
 async def slow_requests(ground: Ground) -> None:
-    """Send headers and bodies byte by byte, or stop in the middle."""
+    """Send headers and bodies byte by byte, or stop halfway."""
     async with ground.vaults() as (victim,):
         post = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n".encode()
         post += f"authorization: Bearer {victim.token}\r\n".encode()
@@ -85,7 +85,7 @@ async def slow_requests(ground: Ground) -> None:
 
 
 async def unfinished_messages(ground: Ground) -> None:
-    """Begin WebSocket messages and never end them."""
+    """Start WebSocket messages and never finish them."""
     async with ground.vaults() as (victim,):
         upgrade, rng = _upgrade(ground, victim.token), ground.rng
         text = b'{"id":1,"call":"step","x":"' + b"y" * 1000
@@ -103,7 +103,7 @@ async def unfinished_messages(ground: Ground) -> None:
 
 
 async def half_open(ground: Ground) -> None:
-    """Send requests and hang up: at once, after the request, or with a reset."""
+    """Send requests and disconnect: immediately, after the request, or with a reset."""
     async with ground.vaults() as (victim,):
         body = json.dumps({"seq": 1, "message": guess()}).encode()
         head = f"POST /v1/sessions/{victim.id}/step HTTP/1.1\r\nhost: localhost\r\n"
@@ -125,7 +125,7 @@ async def half_open(ground: Ground) -> None:
 
 
 async def idle(ground: Ground) -> None:
-    """Open thousands of connections that say nothing, or one request."""
+    """Open thousands of connections that send nothing or one request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     writers = []
@@ -146,7 +146,7 @@ async def idle(ground: Ground) -> None:
 
 
 async def slow_readers(ground: Ground) -> None:
-    """Ask for long answers and do not read them."""
+    """Request long answers and do not read them."""
     async with ground.vaults() as (victim,):
         function = {"name": "echo", "arguments": json.dumps({"text": "y" * 500_000})}
         message = {**guess(), "tool_calls": [{"id": "c", "type": "function", "function": function}]}
@@ -167,7 +167,7 @@ async def slow_readers(ground: Ground) -> None:
 
 
 async def socket_floods(ground: Ground) -> None:
-    """Flood a WebSocket with pings, empty frames, cancellations, and frames of impossible sizes."""
+    """Flood a WebSocket with pings, empty frames, cancellations and frames with impossible sizes."""
     async with ground.vaults() as (victim,):
         rng = ground.rng
         floods = [
@@ -198,7 +198,7 @@ async def socket_floods(ground: Ground) -> None:
 
 
 async def _flood(ground: Ground, upgrade: bytes, flood: bytes) -> None:
-    """Send bytes over a WebSocket, and read for a while what comes back."""
+    """Send bytes over a WebSocket, and read the answers for a while."""
     with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
         reader, writer = await asyncio.open_connection(*ground.address())
         try:
@@ -213,7 +213,7 @@ async def _flood(ground: Ground, upgrade: bytes, flood: bytes) -> None:
 
 
 async def _still_serving(ground: Ground, when: str) -> None:
-    """Count a hang where a new client is not answered."""
+    """Count a hang if a new client is not answered."""
     try:
         async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, verify=False) as http:
             answer = await http.get(f"{ground.url}/health")

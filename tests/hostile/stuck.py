@@ -1,4 +1,4 @@
-"""Author code that hangs, ends its process, or raises what nobody catches."""
+"""Author code that hangs, exits its process, or raises exceptions that nothing catches."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.hostile.site import ANSWER_S, END_S, TASKS_FILE, Attack, Ground, Kind
 from tests.hostile.tasks import HANG_S
 
 STUCK_S = 45.0
-"""Seconds (``Site.within``) until a call that gets its process stuck is answered: it was replaced."""
+"""Maximum seconds (``Site.within``) until a blocked worker is replaced and its call answered."""
 HANGING = 64
 
 
 async def step_into(ground: Ground, task: str, message: dict[str, object], what: str) -> None:
-    """Open a session of a trap and play one message; it is answered or refused in time."""
+    """Open a session of a trap and play one message. It must be answered or refused in time."""
     async with httpx.AsyncClient(
         base_url=ground.url,
         timeout=None,
         trust_env=False,
-        verify=False,  # 64 of them load no certificates
+        verify=False,  # do not load certificates for each of 64 clients
         headers={"authorization": f"Bearer {ground.site.token}"},
-        limits=httpx.Limits(max_keepalive_connections=0),  # the server closes them after 3 s
+        limits=httpx.Limits(max_keepalive_connections=0),  # the server closes idle connections after 3 s
     ) as http:
         session = ""
         try:
@@ -57,7 +57,7 @@ async def step_into(ground: Ground, task: str, message: dict[str, object], what:
 
 
 def trap(*tools: str, tasks: tuple[str, ...] = ("trap", "thread_trap"), **arguments: object) -> Attack:
-    """Return the attack that calls one of these tools of a trap; afterwards both workers serve."""
+    """Return an attack that calls one of these tools of a trap. Both workers must serve afterwards."""
 
     async def attack(ground: Ground) -> None:
         task, tool = ground.rng.choice(tasks), ground.rng.choice(tools)
@@ -68,7 +68,7 @@ def trap(*tools: str, tasks: tuple[str, ...] = ("trap", "thread_trap"), **argume
 
 
 async def _both_serve(ground: Ground, when: str) -> None:
-    """Count a breach where the number of workers that are heard does not become two again."""
+    """Count a breach unless both workers answer again."""
     with suppress(TimeoutError):
         async with ground.site.within(ANSWER_S):
             while True:
@@ -82,7 +82,7 @@ async def _both_serve(ground: Ground, when: str) -> None:
 
 
 async def many_slow_calls(ground: Ground) -> None:
-    """Put as many slow calls into one message as it may hold."""
+    """Send a message with the maximum number of slow calls."""
     slow = call("slow")
     message = {**slow, "tool_calls": slow["tool_calls"] * 127}  # type: ignore[operator]
     await step_into(ground, "trap", message, "127 slow calls in one message")
@@ -97,14 +97,14 @@ async def base_exceptions(ground: Ground) -> None:
 
 
 async def crowd_of_loops(ground: Ground) -> None:
-    """Let several sessions loop at once, so that every worker is stuck."""
+    """Run endless loops in several sessions, so that every worker is stuck."""
     tries = [step_into(ground, "trap", call("loop"), "four loops") for _ in range(4)]
     await asyncio.gather(*tries)
     await _both_serve(ground, "four loops at once")
 
 
 async def orphans(ground: Ground) -> None:
-    """Kill the parent of a stuck worker: the worker must not outlive it."""
+    """Kill the parent of a stuck worker. The worker must not outlive it."""
     (port,) = free_ports(1)
     mark = secrets.token_hex(8)
     log = ground.site.folder / f"orphans-{port}.log"
@@ -149,7 +149,7 @@ async def hanging_threads(ground: Ground) -> None:
 
 
 async def hanging_within_timeout(ground: Ground) -> None:
-    """Hang many threads whose timeout is far away, as many as the server accepts."""
+    """Hang as many threads as the server accepts, with a long timeout."""
     async with ground.connect() as client:
         sessions = []
         with suppress(ServerFull):
@@ -164,7 +164,7 @@ async def hanging_within_timeout(ground: Ground) -> None:
 
 
 async def _others_served(ground: Ground) -> None:
-    """Count a loss where other sessions are not served although ``/ready`` says so."""
+    """Count a loss if other sessions are not served although ``/ready`` reports readiness."""
     refused: Exception | None = None
     async with EnvClient.connect(ground.url, token=ground.site.token, timeout=CALL_S) as client:
         try:

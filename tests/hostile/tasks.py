@@ -1,4 +1,4 @@
-"""The tasks of the servers under attack: those of honest neighbours, and those that attackers use."""
+"""The tasks of the servers under attack, for honest clients and for attackers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agentrl_env import Done, Environment, Reply, ToolCall, tool
 from agentrl_env.sandbox import open_sandbox
 
 ANSWER = "hidden-answer-"
-"""Begins every solution; no agent may receive it."""
+"""Prefix of every solution. No agent must receive it."""
 PRIVATE = "neighbour-"
-"""Begins what only the sessions of neighbours hold."""
+"""Prefix of the private data in neighbours' sessions."""
 SAID = "said-by-agent-"
-"""Begins what agents say; no log holds it unless ``--log-messages`` is given."""
+"""Prefix of agents' text. Logs must not contain it without ``--log-messages``."""
 ON_PURPOSE = "on purpose"
-"""Part of the message of an exception that a task raises to be caught."""
+"""Part of the message of exceptions that a task raises on purpose."""
 METRIC = 0.4815162342
-"""A metric, which only the operator sees."""
+"""A metric that only the operator sees."""
 HANG_S = 3.0
 """Timeout of a tool that hangs."""
 

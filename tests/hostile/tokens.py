@@ -1,4 +1,4 @@
-"""Tokens that are forged, guessed, another session's, or of another kind."""
+"""Tokens that are forged, guessed, of another session or of another kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos.site import agentrl, free_ports
 from tests.hostile.site import ANSWER_S, TASKS_FILE, Ground, Kind, Victim, named
 
 SHARED_S = 2.5
-"""Seconds until every controller of a fleet refuses a token that one has revoked."""
+"""Seconds until every controller of a fleet rejects a token revoked by one of them."""
 STEP = {"role": "assistant", "content": None, "tool_calls": []}
 
 
@@ -31,7 +31,7 @@ def guess(text: str = "x") -> dict[str, object]:
 
 
 def operations(victim: Victim) -> list[tuple[str, str, object]]:
-    """Return calls that only the operator, or the agent of the session, may make."""
+    """Return the calls reserved for the operator or the session's agent."""
     own = f"/v1/sessions/{victim.id}"
     step = {"seq": 1, "message": guess()}
     return [
@@ -51,7 +51,7 @@ def operations(victim: Victim) -> list[tuple[str, str, object]]:
 
 
 async def refused(ground: Ground, victim: Victim, headers: list[tuple[str, str]], what: str) -> None:
-    """Make all calls with these headers; any that is permitted is a breach."""
+    """Make all calls with these headers. Any permitted call is a breach."""
     calls = operations(victim)
     url = ground.url
     try:
@@ -65,15 +65,15 @@ async def refused(ground: Ground, victim: Victim, headers: list[tuple[str, str]]
                 if done:
                     ground.find("breaches", f"{what}: {method} {path} was permitted")
                 if answer.status_code == 401 and ground.rng.random() < 0.5:
-                    return  # the caller is unknown: so are the calls after this one
+                    return  # an unknown caller stays unknown for all further calls
     except httpx.TimeoutException:
         ground.find("hung", what)
     except (httpx.TransportError, httpx.InvalidURL, UnicodeEncodeError, ValueError):
-        return  # refused by closing the connection
+        return  # the server refused by closing the connection
 
 
 async def untouched(ground: Ground, victim: Victim, what: str) -> None:
-    """Count a breach where somebody has stepped or ended a session."""
+    """Count a breach if a session was stepped or ended."""
     async with ground.connect() as client:
         session = await client.resume(victim.id)
         if session.turn != victim.session.turn or session.status != victim.session.status:
@@ -81,7 +81,7 @@ async def untouched(ground: Ground, victim: Victim, what: str) -> None:
 
 
 def mutations(token: str, rng: Random) -> list[str]:
-    """Return tokens that resemble a valid one."""
+    """Return variations of a valid token."""
     at = rng.randrange(len(token))
     other = "A" if token[at] != "A" else "B"
     last = "A" if token[-1] != "A" else "E"
@@ -112,7 +112,7 @@ def mutations(token: str, rng: Random) -> list[str]:
 
 
 async def forged(ground: Ground) -> None:
-    """Present tokens that resemble a valid one."""
+    """Send variations of a valid token."""
     async with ground.vaults() as (victim,):
         for token in mutations(victim.token, ground.rng):
             await refused(ground, victim, [("authorization", f"Bearer {token}")], f"token {token[:60]!r}")
@@ -120,7 +120,7 @@ async def forged(ground: Ground) -> None:
 
 
 async def other_schemes(ground: Ground) -> None:
-    """Present the right token in the wrong place, or two of them."""
+    """Send the right token in the wrong place, or two tokens."""
     async with ground.vaults() as (victim,):
         operator, agent = ground.site.token, victim.token
         bad = f"{agent[:-2]}AA"
@@ -145,7 +145,7 @@ async def other_schemes(ground: Ground) -> None:
 
 
 async def other_session(ground: Ground) -> None:
-    """Use the token of one session on another: in paths, bodies, batches and frames."""
+    """Use a session's token for another session in paths, bodies, batches and frames."""
     async with ground.vaults(2) as (own, victim):
         step = {"seq": 1, "message": guess()}
         paths = [
@@ -182,7 +182,7 @@ async def other_session(ground: Ground) -> None:
 
 
 async def _send_frames(ground: Ground, token: str, frames: list[str]) -> list[str]:
-    """Send frames over a WebSocket; return what comes back."""
+    """Send frames over a WebSocket and return the answers."""
     answers: list[str] = []
     url = ground.url.replace("http", "ws", 1) + "/v1/ws"
     with suppress(OSError, WebSocketException, TimeoutError):
@@ -198,7 +198,7 @@ async def _send_frames(ground: Ground, token: str, frames: list[str]) -> list[st
 
 
 async def operator_guessed(ground: Ground) -> None:
-    """Derive the agent token from the operator's: whoever can, can guess a weak one without asking."""
+    """Try to derive the agent token from the operator's token, which would allow offline guessing."""
     async with ground.vaults() as (victim,):
         shown = victim.token.encode()
         for salt in (b"", b"\0agent", b"agent", b"agent."):
@@ -216,7 +216,7 @@ async def operator_guessed(ground: Ground) -> None:
 
 
 async def short_token(ground: Ground) -> None:
-    """Bind beyond loopback with a token that is guessed in no time."""
+    """Bind to a public address with a weak token."""
     (port,) = free_ports(1)
     log = ground.site.folder / f"short-{port}.log"
     with log.open("wb") as output:
@@ -239,7 +239,7 @@ async def short_token(ground: Ground) -> None:
 
 
 async def ended_session(ground: Ground) -> None:
-    """Go on with the token of a session that has been closed."""
+    """Use the token of a closed session."""
     async with ground.vaults() as (victim,):
         await victim.session.close()
         for method, path, body in operations(victim)[1:3]:
@@ -249,7 +249,7 @@ async def ended_session(ground: Ground) -> None:
 
 
 async def revoked(ground: Ground) -> None:
-    """Go on with an agent token that the operator has replaced, on every server of the site."""
+    """Use a replaced agent token on every server of the site."""
     async with ground.vaults() as (victim,):
         path = f"/v1/sessions/{victim.id}/token"
         answer = await ground.ask("POST", path, token=ground.site.token)

@@ -1,4 +1,4 @@
-"""Tests on real Ray clusters, in the environment of ``make ray``."""
+"""Fixtures for tests on real Ray clusters, in the venv of ``make ray``."""
 
 from importlib.util import find_spec
 

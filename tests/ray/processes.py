@@ -1,4 +1,4 @@
-"""Finds and kills the processes of a run by a marker in their environment."""
+"""Find and kill the processes of a run by a marker in their environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARK = "AGENTRL_TEST_MARK"
 
 @dataclass
 class MarkedRun:
-    """A run whose processes, including those of its cluster, have a marker in their environment."""
+    """A run with a marker in the environment of all its processes, including its cluster."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -27,7 +27,7 @@ class MarkedRun:
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
-        """Start the run; remaining processes are killed on exit."""
+        """Start the run. Remaining processes are killed on exit."""
         process = subprocess.Popen(
             command(self.config, *self.overrides),
             stdout=subprocess.PIPE,
@@ -43,7 +43,7 @@ class MarkedRun:
             process.communicate(timeout=30)
 
     def processes(self, title: str = "") -> list[int]:
-        """Return the pids of the run whose command line begins with ``title``."""
+        """Return the pids of the run's processes with command lines that start with ``title``."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
@@ -55,14 +55,14 @@ class MarkedRun:
         return found
 
     def kill(self, title: str) -> None:
-        """Kill the processes with a title; at least one must exist."""
+        """Kill the processes with a title. At least one must exist."""
         numbers = self.processes(title)
         assert numbers, f"no process is called {title}"
         for number in numbers:
             os.kill(number, signal.SIGKILL)
 
     def left_over(self, *, within_s: float = 20.0) -> list[int]:
-        """Return the processes that remain after ``within_s``."""
+        """Return the processes still running after ``within_s`` seconds."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)

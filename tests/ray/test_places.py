@@ -1,4 +1,4 @@
-"""Ray placement: bundles, strategies and GPUs, in a real cluster with declared GPUs."""
+"""Placement bundles, strategies and GPUs in a real Ray cluster with declared GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = ServingOptions(model="", stop_token_ids=(), max_sessions=1, max_contex
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Start a cluster with the command line of Ray and yield its address."""
+    """Start a cluster with Ray's command line and yield its address."""
     variables = pytest.MonkeyPatch()
     variables.setenv("RAY_AUTH_MODE", "disabled")  # the cluster is local
     variables.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -74,7 +74,7 @@ def configured(config_file: Path, address: str) -> Any:
 
 
 def reserved(config: RunConfig) -> AbstractContextManager[RayLauncher]:
-    """Return the cluster with the resources of a run."""
+    """Reserve the resources of a run in the cluster."""
     follower = Follower(command=(), config="", run=partial(run_follower, config))
     return cluster(processes(config), follower)
 

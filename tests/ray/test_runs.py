@@ -1,4 +1,4 @@
-"""Runs on a real local Ray cluster match local runs, also when actors are killed."""
+"""Runs on a real local Ray cluster match local runs, even if actors are killed."""
 
 from __future__ import annotations
 

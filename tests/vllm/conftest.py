@@ -17,7 +17,7 @@ from tests.engine_contract import MAX_CONTEXT, POLICIES, STOP, Subject, contract
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 START_S = 240.0
-"""Start timeout: 10 s on an idle machine, minutes on a busy one."""
+"""Start timeout. A start takes 10 s on an idle machine and minutes on a busy machine."""
 PROBE = """\
 import sys
 from vllm import LLM, SamplingParams
@@ -28,12 +28,13 @@ engine = LLM(
 )
 engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4, detokenize=False))
 """
-"""A program that uses vLLM without this project."""
+"""A program that uses vLLM alone.
+"""
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the model of the engine contract, seed 0."""
+    """Return a folder with the engine contract's model for seed 0."""
     folder = tmp_path_factory.mktemp("vllm") / "model"
     contract_model(0).save_pretrained(folder)
     return folder
@@ -41,10 +42,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def python(model_folder: Path) -> str:
-    """Return the interpreter with vLLM; skip if vLLM does not run on this machine."""
+    """Return the interpreter with vLLM. Skips the tests if vLLM does not run on this machine."""
     chosen = Path(os.environ.get("VLLM_PYTHON", PYTHON))
     if not chosen.exists():
-        pytest.skip("vLLM is not installed here: run `make vllm`")
+        pytest.skip("vLLM is not installed; run make vllm")
     options = ServingOptions(model="", stop_token_ids=[], max_sessions=1, max_context=1)
     probe = subprocess.run(
         [chosen, "-c", PROBE, model_folder],
@@ -61,7 +62,7 @@ def python(model_folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
-    """Return a function that starts an engine; the caller closes it."""
+    """Return a function that starts an engine. The caller closes the engine."""
 
     def start(
         *,
@@ -87,7 +88,7 @@ def start_engine(python: str, model_folder: Path) -> Callable[..., EnginePool]:
 
 @pytest.fixture(scope="session")
 def subject(start_engine: Callable[..., EnginePool]) -> Iterator[Subject]:
-    """Return one pool of engines for all tests: two policies, the current one with two replicas' worth."""
+    """Return one pool of engines for all tests, with two policies and two replicas for the current policy."""
     engine = start_engine(policies=POLICIES, liveness_s=60.0)
     yield Subject(engine, tolerance=1e-3)
     asyncio.run(engine.close())

@@ -1,4 +1,4 @@
-"""Mixtures of experts and models with attention windows on vLLM: log-probabilities after pushes."""
+"""Log-probabilities of mixtures of experts and models with attention windows on vLLM after weight updates."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.extended]
 
 TOLERANCE = 1e-3
 SERVABLE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
-"""Sizes that the kernels of vLLM take."""
+"""Model sizes that the kernels of vLLM support."""
 
 
 def played(engine: EnginePool, *, version: int) -> list[TokenSequence]:
-    """Return sequences longer than the attention window that the engine sampled."""
+    """Sample sequences longer than the attention window."""
     rng = np.random.default_rng(version)
     contexts = [rng.integers(3, VOCABULARY, size=size).tolist() for size in (2 * WINDOW, 3 * WINDOW, 5)]
 
@@ -45,13 +45,13 @@ def played(engine: EnginePool, *, version: int) -> list[TokenSequence]:
 
 
 def different(learner: Learner, engine: EnginePool, *, version: int) -> float:
-    """Return the largest difference between learner and engine."""
+    """Return the largest log-probability difference between learner and engine."""
     sequences = played(engine, version=version)
     return drift(learner.logprobs(sequences), sequences, version=version).worst
 
 
 def improve(learner: Learner, engine: EnginePool, *, version: int) -> None:
-    """Train on sequences of the engine, so that all weights change."""
+    """Train on the engine's sequences, so that all weights change."""
     sequences = played(engine, version=version)
     for one in sequences:
         one.advantages[:] = one.loss_mask

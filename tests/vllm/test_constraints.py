@@ -1,4 +1,4 @@
-"""Constrained decoding on vLLM: tokens, sets and log-probabilities beside a reference that renormalizes."""
+"""Constrained decoding on vLLM, compared with a renormalized reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def complete(engine: EnginePool, key: str, *, grammar: str = GRAMMAR, **op
 
 @torch.no_grad()
 def renormalized(token_ids: list[int], *, seed: int, temperature: float) -> list[float]:
-    """Return log-probabilities of a model, whose logits of tokens that are not allowed are left out."""
+    """Return a model's log-probabilities, renormalized over the allowed tokens."""
     logits = contract_model(seed)(torch.tensor([[*PROMPT, *token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     held = Grammars(TOKENIZER, stop_token_ids=[STOP], vocabulary=VOCABULARY).start(GRAMMAR).sets_of(token_ids)
     allowed = unpacked([held.sets[place - 1] for place in held.places], VOCABULARY)
@@ -76,11 +76,11 @@ def test_constraints_hold_on_vllm_with_exact_logprobs_and_fail_alone(
     finally:
         asyncio.run(engine.close())
     print(f"largest difference: {max(worst):.1e}")
-    assert max(worst) < 5e-5  # float32 in two implementations
+    assert max(worst) < 5e-5  # two float32 implementations differ
 
 
 @pytest.mark.extended
-def test_constraint_that_the_tokens_cannot_write_fails_its_request_alone(
+def test_constraint_that_tokens_cannot_express_fails_only_its_request(
     start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
     contract_model(0).save_pretrained(tmp_path)
@@ -100,7 +100,7 @@ def test_constraint_that_the_tokens_cannot_write_fails_its_request_alone(
 
 
 @pytest.mark.extended
-def test_engine_that_speculates_refuses_grammars_and_serves_other_requests(
+def test_speculating_engine_rejects_grammars_and_serves_other_requests(
     start_engine: Callable[..., EnginePool],
 ) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}

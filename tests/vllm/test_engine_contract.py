@@ -8,4 +8,4 @@ pytestmark = pytest.mark.vllm
 
 
 class TestVllmPool(EngineContract):
-    """Uses the fixture ``subject`` of ``conftest.py``: one engine for all tests."""
+    """Uses the fixture ``subject`` in ``conftest.py``, one engine for all tests."""

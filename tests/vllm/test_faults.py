@@ -1,4 +1,4 @@
-"""Engines that die, hang or hold wrong weights: callers get a late completion or an error."""
+"""Engines that die, hang or hold wrong weights. Callers get a late completion or an error."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def members(leader: int) -> list[int]:
 
 
 def core_of(leader: int) -> int:
-    """Return the pid of the process with the model in the group of ``leader``."""
+    """Return the pid of the process that holds the model, in the group of ``leader``."""
     names = {number: Path(f"/proc/{number}/cmdline").read_text() for number in members(leader)}
     return next(number for number, name in names.items() if "EngineCore" in name)
 
 
 def gone(leader: int) -> bool:
-    """Return whether a process group exits within a minute."""
+    """Return True if a process group exits within a minute."""
     deadline = time.monotonic() + 60
     while members(leader) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,7 +119,7 @@ async def test_canary_detects_different_weights(subject: Subject) -> None:
 
 
 def trainers_logprobs(model: PreTrainedModel, row: TokenSequence) -> np.ndarray:
-    """Return log-probabilities [T], like the learner."""
+    """Return the learner's log-probabilities [T]."""
     ids = row.token_ids.tolist()
     rest = Completion(token_ids=ids[1:], logprobs=[], versions=[], finish_reason="length")
     return np.concatenate([[0.0], reference_logprobs(model, ids[:1], rest, 1.0)])
@@ -158,7 +158,7 @@ async def refuses_lacking(engine: EnginePool) -> None:
 
 
 async def refuses_stale(engine: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor is altered in transit: the checksum of its layer differs."""
+    """Altering a tensor in transit changes its layer's checksum."""
 
     class Corrupted(SharedWeights):
         def __init__(self, state, **options):

@@ -1,4 +1,4 @@
-"""vLLM's NCCL transfer: its API exists and fits together, which needs no GPU."""
+"""Check the API of vLLM's NCCL transfer, without a GPU."""
 
 import subprocess
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 SESSIONS, MOST = 32, 16
 KV_GIB = 4 * MAX_CONTEXT / 2**20
-"""KV cache for four full contexts per engine: a token of the contract model takes one KiB."""
+"""KV cache for four full contexts per engine. A token of the contract model takes one KiB."""
 
 
 @pytest.fixture(scope="module")

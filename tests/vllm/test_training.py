@@ -1,4 +1,4 @@
-"""The quickstart configuration with ``engine.kind = "vllm"``: 20 steps, one engine killed."""
+"""Train the quickstart configuration for 20 steps with ``engine.kind = "vllm"``, and kill one engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = {
 
 
 def started(python: str, folder: Path, errors: Path, **other: Any) -> subprocess.Popen[bytes]:
-    """Start the run; ``other`` overrides settings, with __ for the dot."""
+    """Start the run. ``other`` overrides settings, with __ instead of dots."""
     chosen = {name.replace("__", "."): value for name, value in other.items()}
     settings = {**SHORT, **chosen, "run.folder": str(folder), "engine.vllm.python": python}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
@@ -50,14 +50,14 @@ def started(python: str, folder: Path, errors: Path, **other: Any) -> subprocess
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """Return the recorded steps; the last line may be incomplete."""
+    """Return the recorded steps. The last line can be incomplete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def engines_of(run: int) -> list[int]:
-    """Return the pids of the engine processes with the models of a run."""
+    """Return the pids of a run's engine processes."""
     leaders = subprocess.run(["pgrep", "-P", str(run)], capture_output=True, text=True, check=False).stdout
     cores = []
     for leader in leaders.split():
@@ -123,7 +123,7 @@ def test_two_ray_engines_load_drained_weights(python: str, tmp_path: Path) -> No
 
 
 @pytest.mark.extended
-def test_adapters_are_evaluated_beside_training_and_by_the_command(python: str, tmp_path: Path) -> None:
+def test_adapters_are_evaluated_during_training_and_by_the_command(python: str, tmp_path: Path) -> None:
     run, errors = tmp_path / "vllm", tmp_path / "output"
     process = started(
         python,
@@ -156,7 +156,7 @@ def test_adapters_are_evaluated_beside_training_and_by_the_command(python: str, 
     for name, version in (("before", 0), ("step_2", 2), ("after", 4)):
         lines = (run / "trajectories" / f"held_out_{name}.jsonl").read_bytes().splitlines()
         assert {pair for line in lines for pair in _versions(json.loads(line))} == {(version, version)}
-    # The command merges the adapters of the newest checkpoint, and greedy episodes are the same.
+    # The command merges the adapters of the newest checkpoint. Greedy episodes must be equal.
     command = [sys.executable, "-m", "agentrl_train", "eval", str(run / "config.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=480, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A task whose tools attempt what a container must not allow."""
+"""A task with tools that attempt forbidden operations."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ class Probe(Environment):
 
     @tool
     def identity(self):
-        """Return the user and the names of the environment variables."""
+        """Return the user id and the names of the environment variables."""
         return f"{os.getuid()}:{os.getgid()} " + " ".join(sorted(os.environ))
 
     @tool
