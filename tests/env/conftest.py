@@ -1,4 +1,4 @@
-"""Fixtures of the SDK's tests: servers, and tasks whose duration the test controls."""
+"""Fixtures for the SDK's tests: servers, and tasks with a duration that the test controls."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -13,7 +13,7 @@ from tests.env.tasks import Quick, Slow
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_stops():
-    """Let uvicorn look ten times as often whether it ends: tests stop hundreds of servers."""
+    """Make uvicorn check for shutdown ten times as often, because tests stop hundreds of servers."""
     often = SimpleNamespace(**{**vars(asyncio), "sleep": lambda delay: asyncio.sleep(delay / 10)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", often)
@@ -22,7 +22,7 @@ def quick_stops():
 
 @pytest.fixture(autouse=True)
 def slow():
-    """Prepare the task ``slow``; what still waits in it afterwards goes on."""
+    """Prepare the task ``slow``. Release all waiting calls at the end."""
     Slow.prepare()
     yield Slow
     Slow.blocker.set()
@@ -31,7 +31,7 @@ def slow():
 
 @pytest.fixture
 async def serving():
-    """Return a function that starts a server, of ``Quick`` if no tasks are given."""
+    """Return a function that starts a server, by default of ``Quick``."""
     async with AsyncExitStack() as stack:
 
         async def start(*environments, **options):

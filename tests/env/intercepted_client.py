@@ -6,7 +6,7 @@ from agentrl_env import EnvClient
 
 
 class InterceptedClient(EnvClient):
-    """Base of clients that override ``step`` and ``close`` of their sessions."""
+    """Base class of clients that override ``step`` and ``close`` of their sessions."""
 
     async def open(self, *args, **kwargs):
         return self._intercept(await super().open(*args, **kwargs))

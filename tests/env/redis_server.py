@@ -13,7 +13,7 @@ import pytest
 
 
 class RedisServer:
-    """``redis-server`` without persistence, which can be paused, killed and restarted."""
+    """``redis-server`` without persistence that can be paused, killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._binary = shutil.which("redis-server")
@@ -32,12 +32,12 @@ class RedisServer:
         )
         deadline = time.monotonic() + 30
         while not self._listens():
-            assert self._process.poll() is None, "redis-server ended at once"
-            assert time.monotonic() < deadline, "redis-server does not listen"
+            assert self._process.poll() is None, "redis-server exited immediately"
+            assert time.monotonic() < deadline, "redis-server is not listening"
             time.sleep(0.01)
 
     def _listens(self) -> bool:
-        """Return whether a connection is accepted: the file of the socket exists before that."""
+        """Return True if a connection is accepted. The socket file exists before that."""
         with socket.socket(socket.AF_UNIX) as connection:
             return connection.connect_ex(str(self._socket)) == 0
 

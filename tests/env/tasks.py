@@ -93,7 +93,7 @@ class Quick(Environment):
 
 
 class Slow(Environment):
-    """Tools whose duration the test controls; records closed instances."""
+    """Tools with a duration that the test controls. Records closed instances."""
 
     tool_timeout = 60.0
     closed: ClassVar[list[Slow]] = []
@@ -154,7 +154,7 @@ class Slow(Environment):
 
 
 class Clock:
-    """A clock that advances only when told to."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -164,10 +164,10 @@ class Clock:
 
 
 async def until(condition):
-    """Wait until a condition holds; fail after a minute."""
+    """Wait until a condition holds. Fails after a minute."""
     end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, "it never came true"
+        assert time.monotonic() < end, "the condition never became true"
         await asyncio.sleep(0.005)
 
 
@@ -178,7 +178,7 @@ async def play_step(pool, session_id, seq, message):
 
 
 async def play_many(pool, steps, wait_s=None):
-    """Step sessions of a pool; return results and errors."""
+    """Step sessions of a pool. Return results and errors."""
     answers = await pool.step_many(StepBatch(steps=list(steps), wait_s=wait_s))
     return [
         answer if isinstance(answer, WireError) else StepResult.model_validate_json(answer)
@@ -203,7 +203,7 @@ async def fork_session(pool, session_id, n=1, request_id=None):
 
 
 async def expire_idle(pool):
-    """End every session that is idle past its lease, as the pool's sweep does; return their number."""
+    """Expire every session that is idle past its lease, as the pool's sweep does. Return their number."""
     closing = pool._expire(pool.now())
     if closing:
         await asyncio.wait(closing)

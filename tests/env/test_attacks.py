@@ -44,7 +44,7 @@ def redis(tmp_path):
 
 
 class Listener:
-    """A TCP server of an attacker; records what it receives."""
+    """A TCP server of an attacker that records the received data."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -68,7 +68,7 @@ async def test_server_connects_to_no_controller_named_in_redis(redis):
         await site.fleet.store._redis.zadd("agentrl:fleet:controllers", {evil.url: 1e12})
         (member,) = site.fleet.servers.values()
         before = member._outbox
-        await cut(server)  # it is welcomed again
+        await cut(server)  # it reconnects
         await until(lambda: member.linked and member._outbox is not before)
         await site.fleet.registry.check()
         session = await site.client.open("walk")
@@ -79,7 +79,7 @@ async def test_server_connects_to_no_controller_named_in_redis(redis):
 
 @asynccontextmanager
 async def fake_controller(*welcomes):
-    """Serve ``/v1/link``: welcome the server that connects, then request its tasks."""
+    """Serve ``/v1/link``, welcome the connecting server, and request its tasks."""
     answered = asyncio.get_running_loop().create_future()
 
     async def link(websocket):
@@ -108,7 +108,7 @@ async def test_server_connects_to_no_controller_named_by_a_controller():
 
 
 class Evil:
-    """Unpickling it creates a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +118,7 @@ class Evil:
 
 
 def sealed(session_id, state, **changes):
-    """Return a checkpoint as a holder of the link token can make it."""
+    """Return a checkpoint sealed with the link token."""
     checkpoint = Checkpoint(
         session_id=session_id,
         seq=0,
@@ -137,7 +137,7 @@ def failover_of(pool):
 
 
 class Member:
-    """A server of the attacker: opens one session and sends a checkpoint with a crafted state."""
+    """A server of the attacker that opens one session and sends a checkpoint with a crafted state."""
 
     def __init__(self, site: Site, state: bytes) -> None:
         self._url = site.controller.url.replace("http", "ws", 1) + "/v1/link"
@@ -200,13 +200,13 @@ async def stored(site, session):
 
 
 async def store(site, session, record):
-    """Overwrite the record of a session, as a writer to the store can."""
+    """Overwrite the record of a session in the store."""
     _, version = await site.fleet.store.read(session.session_id)
     text = record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
     assert await site.fleet.store.write(session.session_id, text, version, 60)
 
 
-async def test_state_without_a_valid_seal_is_not_decoded(tmp_path):
+async def test_state_without_a_valid_seal_is_never_decoded(tmp_path):
     touched = tmp_path / "touched"
     async with Site(resume=True) as site:
         dead = await site.serve(Walk)
@@ -309,7 +309,7 @@ async def test_changed_turns_in_redis_are_rejected(redis):
 
 
 async def edit_turns(site, session, turns):
-    """Replace the turns of a record, and leave the bytes of the checkpoint as they are."""
+    """Replace the turns of a record without changing the bytes of the checkpoint."""
     text, _ = await site.fleet.store.read(session.session_id)
     record = msgspec.json.decode(text, type=Record)
     last = msgspec.structs.replace(record.last, turns=tuple(map(tuple, turns)))
@@ -394,7 +394,7 @@ async def test_checkpoint_with_wrong_turns_is_rejected_and_one_without_turns_is_
 
 
 async def test_sealed_state_can_only_set_attributes():
-    """A holder of the link token can set attributes of the task, and nothing else."""
+    """A holder of the link token can only set attributes of the task."""
     pool = SessionPool([Walk])
     rng = np.random.default_rng(1)
     state = encode({"rng": rng, "spot": None, "path": [], "walk": "x"}, Walk)
@@ -434,8 +434,8 @@ def test_checkpoint_and_its_seal_are_unchanged_by_the_store(data, episode_return
     assert failover_of(None).seal(last) == last
 
 
-async def test_session_that_was_set_back_in_redis_does_not_go_on_silently(redis):
-    """The sealed number of steps is the monotonic counter, and the caller counts as well."""
+async def test_session_rolled_back_in_redis_does_not_continue_silently(redis):
+    """The sealed number of steps is a monotonic counter, and the caller also counts its steps."""
     async with Site(store=RedisStore(redis.url), resume=True) as site:
         dead = await site.serve(Walk)
         session = await site.client.open("walk", seed=3)
@@ -453,7 +453,7 @@ async def test_session_that_was_set_back_in_redis_does_not_go_on_silently(redis)
 
 @pytest.mark.parametrize("key", ["call", "id", "seq", "session_id", "message"])
 async def test_duplicate_keys_of_a_record_are_not_spliced_into_a_call(redis, key):
-    """A record is decoded and encoded again: what it holds twice, or too much, is not sent."""
+    """Records are decoded and encoded again, so duplicate and unknown keys are not sent."""
     async with Site(store=RedisStore(redis.url), resume=True) as site:
         dead = await site.serve(Walk)
         session = await site.client.open("walk")

@@ -1,6 +1,6 @@
-"""Mistakes of authors that are found before a session opens: the task, and the sentence that helps.
+"""Mistakes of authors that are detected before a session opens, and their error messages.
 
-The line of a source that ends with ``# here`` is the one that the sentence must name.
+The error must name the line that ends with ``# here``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ HELPERS = "WORDS = ['apple']\n"
 
 
 def task(body: str, reset: str = RESET, tools: str = TOOL) -> str:
-    """Return the file of a task whose class has this body; it needs no ``reset`` and tool of its own."""
+    """Return the file of a task with this class body. ``reset`` and a tool are provided."""
     parts = [dedent(body), "" if "def reset" in body else reset, "" if "def guess" in body else tools]
     return f'{IMPORTS}class Guess(Environment):\n    """Guess."""\n{indent("".join(parts), "    ")}'
 
 
 def write_task(folder, source: str, **files: str) -> str:
-    """Write a task into the folder ``guess``, and return it as a target."""
+    """Write a task to the folder ``guess`` and return it as a target."""
     place = folder / "guess"
     place.mkdir()
     for name, text in {"environment": source, "helpers": HELPERS, **files}.items():
@@ -35,13 +35,13 @@ def write_task(folder, source: str, **files: str) -> str:
 
 
 def marked_line(source: str) -> str:
-    """Return the place that the error must name: the file, and the line of the mark, where there is one."""
+    """Return the place that the error must name: the file, and the marked line if any."""
     lines = dedent(source).splitlines()
     return next((f"environment.py:{n}" for n, line in enumerate(lines, 1) if line.endswith("# here")), "")
 
 
 def check_sentence(text: str, sentence: str, source: str) -> None:
-    """Assert that an error is one line with the sentence, and with the place that the source marks."""
+    """Assert that an error is one line with the sentence and the marked place."""
     assert sentence in text
     assert "\n" not in text
     assert not re.search(r"\((\S+:\d+)(, in \w+)?\).*\(\1\b", text), text
@@ -406,7 +406,7 @@ HELPER_METHODS = {
 
 
 @pytest.mark.parametrize("body", HELPER_METHODS.values(), ids=HELPER_METHODS)
-def test_helper_methods_are_no_misspelt_hooks(body, tmp_path):
+def test_helper_methods_are_not_mistaken_for_misspelt_hooks(body, tmp_path):
     assert load_target(write_task(tmp_path, task(body))).name == "guess"
 
 
@@ -433,7 +433,7 @@ def test_tool_that_is_overridden_without_its_mark_is_refused(tmp_path):
     check_sentence(text, "Hard.guess overrides a tool without @tool: add @tool; guess = None", source)
 
 
-def test_tool_is_removed_by_none(tmp_path):
+def test_none_removes_an_inherited_tool(tmp_path):
     more = "    @tool\n    def look(self):\n        return 'dark'\n"
     target = write_task(tmp_path, task("") + f"class Blind(Guess):\n    guess = None\n{more}")
     assert [spec.function.name for spec in load_target(f"{target}/environment.py:Blind").tool_specs()] == [
@@ -441,7 +441,7 @@ def test_tool_is_removed_by_none(tmp_path):
     ]
 
 
-def test_attributes_that_are_no_settings_are_allowed(tmp_path):
+def test_other_attributes_are_allowed(tmp_path):
     own = "names = ['a']\ntimeout = 3\nturns: int = 2\nMAX_TURNS = 3\nWORDS = ()\nsize: int\n"
     hooks = "@staticmethod\ndef samples(split):\n    return [{}]\nasync def close(self, *args): ...\n"
     assert load_target(write_task(tmp_path, task(own + hooks))).name == "guess"

@@ -1,6 +1,6 @@
-"""Mistakes of authors that only a session shows: the class body, and the sentence that helps.
+"""Mistakes of authors that only a session reveals, and their error messages.
 
-Each runs through ``check``. The line that ends with ``# here`` is the one that the sentence must name.
+Each class body runs through ``check``. The error must name the line that ends with ``# here``.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ CASES = {
 
 
 def told_by_check(target: str) -> list[str]:
-    """Return what ``check`` says about a task: the error that ends it, or the evidence of its failures."""
+    """Return the error that ends ``check``, or the evidence of its failures."""
     checks = (samples, random_play, fork, oracle)
     try:
         (report,) = run_checks(load_target(target).local, deadline=120.0, checks=checks)
@@ -266,7 +266,7 @@ def told_by_check(target: str) -> list[str]:
 @pytest.mark.parametrize(("body", "sentence"), CASES.values(), ids=CASES)
 def test_check_names_the_mistake_and_its_line(body, sentence, tmp_path):
     source = task(body)
-    if "def respond" in body:  # a random player calls tools where there are any
+    if "def respond" in body:  # a random player calls tools if the task has any
         source = task(body, tools="")
     told = told_by_check(write_task(tmp_path, source))
     found = [text for text in told if sentence in text]

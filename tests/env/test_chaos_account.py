@@ -1,4 +1,4 @@
-"""The account of the fault runs: it finds every error and nothing else."""
+"""The account of the fault runs finds every error and reports nothing else."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ def done(nonce: str, count: int = 1, key: str = "k") -> Line:
     return Line(at=1.0, pid=7, what="step", key=key, words=(str(count), nonce))
 
 
-def test_answered_steps_and_reported_losses_are_no_findings():
+def test_answered_steps_and_reported_losses_are_not_findings():
     steps = [told("a"), told("b", 2), told("c", 3, "SessionLost"), told("d", 4, "CallTimeout")]
     account = settle(steps, [done("a"), done("b", 2), done("c", 3)])
     assert (account.steps, account.applied_twice, account.lost_silently) == (2, 0, 0)

@@ -68,7 +68,7 @@ def test_index_is_random_without_index_and_seed():
     assert FINITE.sample("train", FINITE.sample("train").index)
 
 
-def test_given_data_replaces_that_of_the_dataset():
+def test_given_data_replaces_the_data_of_the_dataset():
     sample = FINITE.sample("train", data={"n": 99})
     assert (sample.data, sample.index) == ({"n": 99}, None)
     assert sample.seed == FINITE.sample("train", data={"n": 99}).seed
@@ -99,7 +99,7 @@ def test_empty_split_raises_unknown_sample():
         FINITE.sample("empty", 0)
 
 
-def test_samples_may_have_string_indices():
+def test_samples_can_have_string_indices():
     books = Dataset(Books)
     assert books.sample("train", "emma").data == {"pages": 474}
     with pytest.raises(UnknownSample):
@@ -115,7 +115,7 @@ def test_seed_picks_a_string_index():
     assert {Dataset(Shelf).sample("train", seed=seed).index for seed in range(20)} == {"emma", "dune"}
 
 
-def test_sample_that_is_no_dict_raises_definition_error():
+def test_sample_that_is_not_a_dict_raises_definition_error():
     with pytest.raises(DefinitionError, match="must be a dict"):
         Dataset(Books).sample("train", "broken")
 
@@ -208,7 +208,7 @@ def test_jsonl_file_that_cannot_be_read_is_named(tmp_path):
 
 @pytest.fixture
 def sources(tmp_path):
-    """Two files that another is made of."""
+    """The two sources of a derived file."""
     files = [tmp_path / "data" / name for name in ("a.txt", "b.txt")]
     files[0].parent.mkdir()
     for file in files:
@@ -217,7 +217,7 @@ def sources(tmp_path):
 
 
 def joined(sources, *, version=1):
-    """Return the text of a file derived from others, and whether it was written for that."""
+    """Return the text of a derived file, and True if it was written by this call."""
     written = []
 
     def write(path):
@@ -237,15 +237,15 @@ def test_derived_file_is_written_once(sources):
     }
 
 
-def test_derived_file_is_written_again_when_a_source_changes_in_place(sources):
+def test_derived_file_is_rewritten_when_a_source_changes_in_place(sources):
     joined(sources)
     status = sources[1].stat()
-    sources[1].write_text("c")  # as long as before, and its time goes back
+    sources[1].write_text("c")  # the same size and an earlier time
     os.utime(sources[1], ns=(status.st_atime_ns, status.st_mtime_ns - 1))
     assert joined(sources) == ("ac", True)
 
 
-def test_derived_file_is_written_again_when_a_source_appears_or_goes(sources):
+def test_derived_file_is_rewritten_when_a_source_appears_or_disappears(sources):
     joined(sources)
     added = sources[0].with_name("0.txt")
     added.write_text("0")
@@ -253,7 +253,7 @@ def test_derived_file_is_written_again_when_a_source_appears_or_goes(sources):
     assert joined([added, *sources[:1]]) == ("0a", True)
 
 
-def test_derived_file_is_written_again_for_another_version(sources):
+def test_derived_file_is_rewritten_for_another_version(sources):
     joined(sources)
     assert joined(sources, version=2) == ("ab", True)
 
@@ -262,7 +262,7 @@ def test_derived_file_is_written_again_for_another_version(sources):
     "damage",
     ["", "{", "[]", '{"version": 1, "files": 5}', '{"version": 1, "files": {"a.txt": 5, "b.txt": {}}}'],
 )
-def test_derived_file_is_written_again_where_its_record_is_damaged(sources, damage):
+def test_derived_file_is_rewritten_if_its_record_is_damaged(sources, damage):
     joined(sources)
     sources[0].with_name("all.txt.sources").write_text(damage)
     assert joined(sources) == ("ab", True)
@@ -277,7 +277,7 @@ def test_derived_file_is_kept_in_a_copy_of_its_folder(sources, tmp_path):
     assert joined(copies) == ("ab", False)
 
 
-def test_failed_derived_file_leaves_the_one_before(sources):
+def test_failed_derivation_keeps_the_previous_file(sources):
     joined(sources)
     sources[0].write_text("longer")
 

@@ -33,7 +33,7 @@ def test_description_is_the_docstring():
     assert HTTPShop.description() == "Named in\ntwo lines."
 
 
-def test_tool_specs():
+def test_tool_specs_list_the_tools():
     assert [spec.function.name for spec in Guess.tool_specs()] == ["guess"]
 
 
@@ -45,7 +45,7 @@ def test_reset_is_required():
         Incomplete()
 
 
-def test_overrides():
+def test_hooks_can_be_overridden():
     assert Slow.overrides("close")
     assert not Guess.overrides("close")
     assert Guess.overrides("expert")
@@ -54,7 +54,7 @@ def test_overrides():
     assert Named.overrides("expert")
 
 
-def test_default_methods():
+def test_hooks_have_defaults():
     environment = Quick()
     assert environment.score() == {}
     environment.close()

@@ -1,4 +1,4 @@
-"""The hierarchy of errors, and the picture of it in the docstring of its module."""
+"""The hierarchy of errors, and the tree in the module's docstring."""
 
 import re
 
@@ -7,7 +7,7 @@ from agentrl_env.errors import AgentRLError, WireError
 
 
 def subclasses(base: type, depth: int = 0) -> list[tuple[int, str, str]]:
-    """Return the depth, the name and the HTTP status of each error of the module below a base class."""
+    """Return the depth, name and HTTP status of each error derived from a base class."""
     found = []
     for error in base.__subclasses__():
         if error.__module__ == errors.__name__:

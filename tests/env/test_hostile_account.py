@@ -1,4 +1,4 @@
-"""The account of the attacks: its form, and that it counts what an attack achieves."""
+"""The account of the attacks: its format, and its counts of findings."""
 
 import json
 import logging

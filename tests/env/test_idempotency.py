@@ -35,7 +35,7 @@ OTHER = Message.assistant(None, ToolCall.of("note", text="b"))
 
 @pytest.fixture(params=["http", "ws", "fleet", "local"])
 async def client(request):
-    """A client of one server, over each way to it."""
+    """A client of one server, over each transport."""
     if request.param == "local":
         async with EnvClient(LocalBackend(SessionPool([Quick, Walk]))) as client:
             yield client
@@ -67,7 +67,9 @@ async def test_request_id_with_another_opening_is_a_conflict(client, change):
     first = await client.backend.call(OPEN, opening())
     with pytest.raises(IdempotencyConflict, match="used for another request"):
         await client.backend.call(OPEN, opening(**change))
-    again = await client.backend.call(OPEN, opening(wait_s=1.0, client="me"))  # how, not what it opens
+    again = await client.backend.call(
+        OPEN, opening(wait_s=1.0, client="me")
+    )  # changes how the session opens, not its content
     assert again.session_id == first.session_id
 
 
@@ -115,7 +117,7 @@ async def test_conflict_of_a_batch_of_openings_concerns_its_item_only(client):
     assert same.session_id == first.session_id
 
 
-async def test_other_spellings_of_a_message_are_no_conflict():
+async def test_other_spellings_of_a_message_do_not_conflict():
     server = EnvServer([Quick], port=0, drain_s=0.0)
     await server.start()
     call = {"id": "c", "function": {"name": "note", "arguments": '{"text":"ä"}'}}
@@ -254,7 +256,7 @@ async def test_repeated_opening_at_another_controller_returns_the_same_session(t
     redis.kill()
 
 
-async def test_opening_is_repeated_elsewhere_where_its_session_cannot_continue():
+async def test_opening_is_repeated_elsewhere_if_its_session_cannot_continue():
     async with Site(resume=True, queue_s=20.0) as site:
         await site.serve(Quick)
         request = OpenRequest(task="quick", request_id="once")

@@ -57,7 +57,7 @@ def parsed(schema, text):
         ({"properties": {"a": {"const": {"pattern": "("}}}}, {"a": {"pattern": "("}}, {"a": {}}),
     ],
 )
-def test_schema_means_what_json_schema_defines(schema, right, wrong):
+def test_schema_validates_as_json_schema_defines(schema, right, wrong):
     assert parsed(schema, right) == right
     with pytest.raises(ArgumentError):
         parsed(schema, wrong)
@@ -180,7 +180,7 @@ def test_long_errors_are_cut():
         (r"\A(?P<x>a)\Z", ["a"], ["b"]),
     ],
 )
-def test_patterns_are_those_of_ecmascript(pattern, fits, others):
+def test_patterns_follow_ecmascript(pattern, fits, others):
     python = python_pattern(pattern)
     assert [text for text in fits + others if re.search(python, text)] == fits
     compiled = JsonSchema({"properties": {"a": {"pattern": pattern}}})

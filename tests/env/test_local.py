@@ -145,7 +145,7 @@ def test_local_client_works_on_successive_event_loops():
     asyncio.run(client.aclose())
 
 
-def test_traceback_of_a_failure_in_the_log_begins_at_the_authors_code(caplog):
+def test_logged_traceback_of_a_failure_starts_in_the_authors_code(caplog):
     class Broken(Guess):
         def reset(self, sample, rng):
             raise KeyError("missing")

@@ -1,4 +1,4 @@
-"""What notebooks show of messages, results, sessions and reports."""
+"""The HTML of messages, results, sessions and reports in notebooks."""
 
 import re
 

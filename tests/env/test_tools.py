@@ -204,7 +204,7 @@ GOOD_PLAN = {
 }
 
 
-def test_a_whole_number_with_a_point_is_an_integer():
+def test_whole_number_with_a_decimal_point_is_an_integer():
     schema = toolset(Plan).tools["book"].arguments.schema
     assert Draft202012Validator(schema, format_checker=FormatChecker()).is_valid(GOOD_PLAN)
     values = toolset(Plan).tools["book"].arguments.parse(json.dumps(GOOD_PLAN))
@@ -297,7 +297,7 @@ def test_tools_are_in_definition_order_including_inherited_ones():
     assert toolset(Derived).tools["first"].spec.function.description == "Changed."
 
 
-def test_tool_may_have_another_name_and_its_own_timeout():
+def test_tool_can_have_another_name_and_its_own_timeout():
     renamed = toolset(Everything).tools["renamed"]
     assert (renamed.attribute, renamed.timeout) == ("original", 3.0)
 
@@ -432,7 +432,7 @@ async def played(*calls, text=None):
 CUT = "{}\n[The output was cut: {} characters, of which {} are shown.]"
 
 
-async def test_long_output_is_cut_and_the_model_is_told():
+async def test_long_output_is_truncated_with_a_note_to_the_model():
     assert await played(ToolCall.of("say", text="0123456789")) == ["0123456789"]
     cut = CUT.format("0123456789", 13, 10)
     assert await played(ToolCall.of("say", text="0123456789abc")) == [cut]

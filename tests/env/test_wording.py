@@ -1,4 +1,4 @@
-"""The texts of a task that a file replaces, and the files that are refused."""
+"""Files that replace the texts of a task, and the files that are rejected."""
 
 import copy
 import json
@@ -93,7 +93,7 @@ def test_model_sees_the_messages_tools_and_texts_of_a_file_byte_for_byte(write):
         assert session.step(ToolCall.of("guess", n=7)).messages[0].content == "Guess."
 
 
-def test_values_with_braces_are_no_templates(write):
+def test_values_with_braces_are_not_templates(write):
     wording = Wording(write({"texts": {"wrong": "{guessed}{hint}"}}), **TEXTS)
     assert wording.text("wrong", guessed="{hint}", hint="{0}") == "{hint}{0}"
 
@@ -180,7 +180,7 @@ def test_argument_called_description_is_compared(write):
         toolset(Reworded)
 
 
-def test_setting_takes_a_wording_only():
+def test_setting_accepts_only_a_wording():
     with pytest.raises(DefinitionError, match="must be a Wording"):
 
         class Guess(Environment):

@@ -8,7 +8,7 @@ from agentrl_env.hosting.serve import EnvServer
 
 @contextmanager
 def server_on_thread(*targets, **options):
-    """Serve targets, and yield the address."""
+    """Serve targets and yield the address."""
 
     async def start():
         server = EnvServer(targets, **{"port": 0, "drain_s": 0.0, **options})

@@ -1,4 +1,4 @@
-"""An MCP server for the tests, and a reward."""
+"""An MCP server and a reward function for the tests."""
 
 import os
 

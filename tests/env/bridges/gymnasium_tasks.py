@@ -1,4 +1,4 @@
-"""Gymnasium environments for the tests of the bridge: unusual spaces, and environments that fail."""
+"""Gymnasium environments for the bridge's tests: unusual spaces and failing environments."""
 
 import io
 import time
@@ -28,7 +28,7 @@ class Echo(gymnasium.Env):
 
 
 class Faulty(Echo):
-    """Raises, blocks or rewards NaN, as the action says; the seed 13 fails in ``reset``."""
+    """Raises, blocks or rewards NaN, depending on the action. Seed 13 fails in ``reset``."""
 
     def __init__(self):
         super().__init__(spaces.Discrete(4))
@@ -47,7 +47,7 @@ class Faulty(Echo):
 
 
 class Drifting(Echo):
-    """Observes a number that no seed determines."""
+    """Returns observations that do not depend on the seed."""
 
     def __init__(self):
         super().__init__(spaces.Discrete(2))
@@ -57,7 +57,7 @@ class Drifting(Echo):
 
 
 class Printed(Echo):
-    """Renders as the stream that Gymnasium permits beside a text; the seed 13 renders nothing."""
+    """Renders to a stream, which Gymnasium permits instead of a string. Seed 13 renders nothing."""
 
     metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
 

@@ -27,7 +27,7 @@ fi
 
 
 def write_task(folder, *, settings=SETTINGS, test=TEST, solution="echo '12 cm' >length.txt", files=None):
-    """Write a task folder: put the length of a plank into length.txt."""
+    """Write a task folder. The task is to write the length of a plank to length.txt."""
     contents = {
         "task.toml": settings,
         "instruction.md": "<!-- canary 1234 -->\nWrite the plank's length, with its unit, to length.txt.\n",

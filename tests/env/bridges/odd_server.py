@@ -1,4 +1,4 @@
-"""An MCP server that writes its own messages, some of which its SDK refuses."""
+"""An MCP server with hand-written messages, some of which the SDK rejects."""
 
 import base64
 import json
@@ -99,7 +99,7 @@ def answer(method, params):
 
 
 def main():
-    """Answer requests, a line each, until the input ends."""
+    """Answer requests, one per line, until the end of the input."""
     for line in sys.stdin:
         request = json.loads(line)
         if "id" in request:

@@ -1,4 +1,4 @@
-"""Real OpenEnv servers for the tests; ``python -m tests.env.bridges.openenv_peers NAME PORT`` serves one."""
+"""Real OpenEnv servers. ``python -m tests.env.bridges.openenv_peers NAME PORT`` serves one of them."""
 
 import random
 import sys
@@ -6,7 +6,7 @@ import time
 
 
 def dice():
-    """Return an application whose actions are dictionaries, with a seed that counts."""
+    """Return an application with dictionaries as actions that respects the seed."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
     class Say(Action):
@@ -38,14 +38,14 @@ def dice():
 
 
 def careless():
-    """Return the same without regard to seeds."""
+    """Return the same application, but ignore seeds."""
     app = dice()
     random.Random = lambda seed=None: random.SystemRandom()
     return app
 
 
 def tools():
-    """Return an application whose actions are calls of tools."""
+    """Return an application with tool calls as actions."""
     from fastmcp import FastMCP
     from openenv.core.env_server import State, create_app
     from openenv.core.env_server.mcp_environment import MCPEnvironment

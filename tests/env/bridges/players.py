@@ -1,4 +1,4 @@
-"""The same episode, played through each protocol."""
+"""Play the same episode through each protocol."""
 
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from agentrl_env.gym.env import GymEnv
 
 
 class Played(NamedTuple):
-    """Role and content of the opening messages and of the answers, the total reward, and how it ended."""
+    """Role and content of the opening messages and answers, the total reward, and the end of an episode."""
 
     opening: list
     answers: list
@@ -19,7 +19,7 @@ class Played(NamedTuple):
 
 @asynccontextmanager
 async def mcp_session(url, **headers):
-    """Connect the official client; yield its session, and the answer to ``initialize``."""
+    """Connect the official client. Yield its session and the answer to ``initialize``."""
     import httpx
     from mcp import ClientSession
     from mcp.client.streamable_http import streamable_http_client
@@ -37,7 +37,7 @@ def shown(messages):
 
 
 async def by_wire(url, task, choice):
-    """Let the expert play; return the episode and its moves."""
+    """Let the expert play. Return the episode and its moves."""
     async with EnvClient.connect(url) as client, await client.open(task, **choice) as session:
         answers, reward, moves = [], 0.0, []
         while not session.status.final:
@@ -50,7 +50,7 @@ async def by_wire(url, task, choice):
 
 
 def calls(move):
-    """Return the name and the arguments of each call of a move; ``respond`` for one without a call."""
+    """Return the name and arguments of each call of a move, or ``respond`` for a move without calls."""
     import json
 
     if not move.tool_calls:
@@ -77,7 +77,7 @@ async def by_mcp(url, task, choice, moves):
 
 
 async def by_openenv(url, task, choice, moves):
-    """Play moves with OpenEnv's generic client: whole messages and calls in turn."""
+    """Play moves with OpenEnv's generic client, alternating whole messages and calls."""
     from openenv.core.generic_client import GenericEnvClient
 
     async with GenericEnvClient(base_url=f"{url}/openenv/{task}") as client:
@@ -111,7 +111,7 @@ def by_gym(url, task, choice, moves):
 
 
 async def by_agentrl(url, task, choice, moves):
-    """Play moves with the calls of AgentRL's protocol, whose clients send them over plain HTTP."""
+    """Play moves over AgentRL's HTTP protocol."""
     import httpx
 
     start = {"name": f"{task}-{choice.get('split', 'train')}", **choice}

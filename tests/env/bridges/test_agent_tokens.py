@@ -1,4 +1,4 @@
-"""Agent tokens over other protocols: each permits its own session, as on the wire."""
+"""Agent tokens over other protocols. Each token permits only its own session."""
 
 import json
 from contextlib import asynccontextmanager, suppress
@@ -19,7 +19,7 @@ TOKEN = "a-token-of-this-test-1234567890"
 
 @pytest.fixture
 async def site(serving):
-    """Serve two tasks with a token; return the server and the operator's client."""
+    """Serve two tasks with a token. Return the server and the operator's client."""
     server = await serving(Quick, Guess, token=TOKEN)
     async with EnvClient.connect(server.url, token=TOKEN) as operator:
         yield server, operator
@@ -31,12 +31,12 @@ def bearer(token):
 
 @asynccontextmanager
 async def openenv(url, task, token, query=""):
-    """Connect to OpenEnv's WebSocket; yield a function that sends a frame and returns the answer."""
+    """Connect to OpenEnv's WebSocket. Yield a function that sends a frame and returns the answer."""
     address = f"{url.replace('http', 'ws')}/openenv/{task}/ws{query}"
     async with connect(address, additional_headers=bearer(token), max_size=None) as socket:
 
         async def ask(kind, **data):
-            with suppress(ConnectionClosed):  # a refused socket has sent the reason
+            with suppress(ConnectionClosed):  # a rejected socket receives the reason
                 await socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await socket.recv())
             return answer["type"], answer["data"]
@@ -66,7 +66,7 @@ async def test_mcp_connection_of_an_agent_chooses_neither_task_nor_problem(site,
     assert server.pool.open_sessions == 1
 
 
-async def test_mcp_connection_answers_only_the_token_that_made_it(site):
+async def test_mcp_connection_accepts_only_the_token_that_opened_it(site):
     server, operator = site
     mine, other = await operator.open("quick", index=4), await operator.open("quick", index=5)
     begin = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "a", "version": "1"}}
@@ -86,7 +86,7 @@ async def test_mcp_connection_answers_only_the_token_that_made_it(site):
         assert (await http.delete("/mcp/quick", headers=bearer(other.agent_token) | named)).status_code == 404
 
 
-async def test_another_mcp_connection_of_an_agent_ends_the_one_before(site):
+async def test_new_mcp_connection_of_an_agent_ends_the_previous_connection(site):
     server, operator = site
     session = await operator.open("quick", index=4)
     url, headers = f"{server.url}/mcp/quick", bearer(session.agent_token)
@@ -174,7 +174,7 @@ async def test_token_of_a_closed_session_is_refused_by_every_bridge(site):
             assert (await http.post(path, json={})).status_code == 401
 
 
-async def test_large_frame_of_openenv_gets_a_typed_error_and_the_socket_goes_on(serving):
+async def test_large_openenv_frame_gets_a_typed_error_and_the_socket_stays_open(serving):
     limit = 100_000
     server = await serving(Quick, token=TOKEN, limits=Limits(max_body_bytes=limit))
     async with openenv(server.url, "quick", TOKEN) as ask:

@@ -51,7 +51,7 @@ def call(name, call_id="call_a7", **arguments):
 
 @pytest.fixture(params=["server", "controller"])
 async def client(request):
-    """Return a client of a server of ``Quick``, ``Guess`` and ``Slow``, also behind a controller."""
+    """Return a client of a server with ``Quick``, ``Guess`` and ``Slow``, directly or behind a controller."""
     controller = None
     options = {"port": 0, "drain_s": 0, "max_sessions": 2}
     if request.param == "controller":
@@ -83,7 +83,7 @@ async def test_session_is_played_to_its_end_and_rewards_add_up(client):
     assert (await client.say(session_id, text("more"))).status_code == 400
 
 
-async def test_index_selects_the_same_episode_as_on_the_native_routes(client):
+async def test_index_selects_the_same_episode_as_the_native_routes(client):
     session_id, started = await client.start("quick-test", 4)
     noted = (await client.say(session_id, call("note", text="x"))).json()
     async with EnvClient.connect(client.url) as native:
@@ -129,7 +129,7 @@ async def test_repeated_call_steps_once_and_a_repeated_move_twice(client):
         assert await client.turns() == [turn]
 
 
-async def test_turn_is_played_once_where_its_caller_gives_up_and_repeats_it(client, slow):
+async def test_turn_is_played_once_if_its_caller_times_out_and_repeats_it(client, slow):
     session_id, _ = await client.start("slow", 0)
     message = call("wait", "call_0")
     with pytest.raises(httpx.ReadTimeout):
@@ -144,7 +144,7 @@ async def test_turn_is_played_once_where_its_caller_gives_up_and_repeats_it(clie
     assert await client.turns() == [1]
 
 
-async def test_keep_alive_spends_no_turn_and_a_silent_model_reaches_its_limit(client):
+async def test_keep_alive_uses_no_turn_and_a_silent_model_reaches_its_limit(client):
     session_id, started = await client.start("guess", 0)
     kept = (await client.say(session_id, text(""))).json()
     assert (kept["finish"], kept["messages"]) == (False, started["messages"])
@@ -180,7 +180,7 @@ async def test_stale_worker_opens_no_session(client):
     await asyncio.wait((opening,), timeout=0.5)
     assert (await client.http.get("list_sessions")).json() == {}
     await client.http.post("mark_stale", json={**body, "stale": False})
-    assert (await opening).status_code in (200, 503)  # a controller lets it wait, a server does not
+    assert (await opening).status_code in (200, 503)  # a controller queues it, a server does not
     await client.start("quick", 0)
     for path in ("sync_all", "clean_worker", "clean_session"):
         assert (await client.http.post(path)).json() is None

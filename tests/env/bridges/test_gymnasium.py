@@ -1,4 +1,4 @@
-"""Gymnasium environments as tasks: actions, observations, seeds, ends and failures, and targets."""
+"""Gymnasium environments as tasks: actions, observations, seeds, ends, failures and targets."""
 
 import asyncio
 import json
@@ -34,8 +34,8 @@ def schema(target):
 
 
 @pytest.mark.parametrize("name", ["FrozenLake-v1", "CliffWalking-v1", "Blackjack-v1", "CartPole-v1"])
-def test_episode_is_that_of_gymnasium_with_the_same_seed(name):
-    """The same observations, rewards and ends, for ten seeds and random actions."""
+def test_episode_equals_gymnasiums_with_the_same_seed(name):
+    """Observations, rewards and ends are equal for ten seeds and random actions."""
     task = load_target(f"gym:{name}")
     for seed in range(10):
         env = gymnasium.make(name)
@@ -175,7 +175,7 @@ def test_action_outside_the_space_is_an_error_that_the_model_reads(name, argumen
         assert (result.reward, result.status) == (0.0, SessionStatus.RUNNING)
 
 
-def test_rendering_may_be_a_stream_or_nothing():
+def test_rendering_can_be_a_stream_or_nothing():
     task = load_target(f"gym:{TOY}:Printed-v0")
     with task.session(seed=1) as session:
         assert "the board\nObservation: " in session.messages[-1].content
@@ -255,7 +255,7 @@ async def test_failure_of_an_environment_ends_its_session_alone():
         assert (await neighbour.step(Message.assistant(None, step(action=0)))).reward == 1.0
 
 
-async def test_fork_goes_on_from_the_state_of_the_original():
+async def test_fork_continues_from_the_state_of_the_original():
     async with EnvClient.local("gym:FrozenLake-v1") as client:
         for seed in range(5):
             session = await client.open("", seed=seed)
@@ -268,7 +268,7 @@ async def test_fork_goes_on_from_the_state_of_the_original():
             assert results[0].messages == results[1].messages
 
 
-async def test_fork_of_an_environment_that_differs_every_time_fails_and_one_registered_so_has_none():
+async def test_fork_of_a_nondeterministic_environment_fails_or_is_unsupported_if_registered_so():
     async with EnvClient.local(f"gym:{TOY}:Drifting-v0") as client:
         session = await client.open("")
         await session.step(Message.assistant(None, step(action=1)))

@@ -1,4 +1,4 @@
-"""Harbor task folders as tasks, in bubblewrap; tests/docker has those with an image."""
+"""Harbor task folders as tasks in bubblewrap. Folders with an image are tested in tests/docker."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def shell(command, **options):
 
 
 async def graded(folder, *commands):
-    """Run commands in the only task of a folder, submit, and return the last result."""
+    """Run commands in a folder's only task, submit, and return the last result."""
     async with EnvClient.local(f"harbor:{folder}") as client:
         session = await client.open(load(str(folder)).name, split="train", index=0)
         for command in commands:
@@ -52,7 +52,7 @@ async def test_solution_gets_the_reward_of_the_tests(tmp_path):
 
 
 @needs_bubblewrap
-async def test_wrong_files_and_no_files_get_nothing(tmp_path):
+async def test_wrong_or_missing_files_earn_nothing(tmp_path):
     folder = write_task(tmp_path / "plank")
     assert (await graded(folder)).reward == 0.0
     assert (await graded(folder, "echo 12 >length.txt")).reward == 0.0
@@ -101,7 +101,7 @@ async def test_machine_that_breaks_its_tests_gets_zero_and_tests_that_never_work
 
 
 @needs_bubblewrap
-async def test_time_of_the_agent_ends_the_episode_with_grading(tmp_path):
+async def test_time_limit_of_the_agent_ends_the_episode_with_grading(tmp_path):
     settings = SETTINGS.replace("timeout_sec = 120.0", "timeout_sec = 1.0")
     folder = write_task(tmp_path / "plank", settings=settings)
     result = await graded(folder, "cat plank.txt >length.txt; sleep 60")
@@ -152,7 +152,7 @@ async def test_tests_that_did_not_run_fail_the_session_with_their_output(tmp_pat
 
 
 @needs_bubblewrap
-async def test_variables_and_working_folder_of_the_task_hold_for_model_tests_and_health_check(tmp_path):
+async def test_variables_and_working_folder_apply_to_model_tests_and_health_check(tmp_path):
     settings = (
         SETTINGS
         + """
@@ -199,7 +199,7 @@ async def test_working_folder_that_cannot_be_made_fails_the_session(tmp_path):
         ),
     ],
 )
-async def test_tests_have_the_network_of_their_task_also_where_the_model_has_none(
+async def test_tests_keep_the_network_of_their_task_if_the_model_has_none(
     tmp_path, settings, query, model, tests
 ):
     own = os.readlink("/proc/self/ns/net")
@@ -234,7 +234,7 @@ def test_rewards_are_a_number_or_named_numbers(text, expected):
         *(b'{"a": 1, "b": 2}', b'{"reward": "x"}', b'{"reward": null, "a": 1}'),
     ],
 )
-def test_other_rewards_are_none(text):
+def test_other_rewards_are_rejected(text):
     with pytest.raises(ValueError, match=r"no finite reward|JSON|Expecting"):
         rewards(text)
 
@@ -296,7 +296,7 @@ def test_folders_of_splits_are_splits(tmp_path):
         ),
     ],
 )
-def test_task_that_cannot_be_served_is_left_out_with_the_reason(tmp_path, caplog, change, reason):
+def test_unsupported_task_is_omitted_with_the_reason(tmp_path, caplog, change, reason):
     write_task(tmp_path / "bad", **change)
     with pytest.raises(TargetError, match="nothing to serve") as error:
         load(str(tmp_path))
@@ -307,7 +307,7 @@ def test_task_that_cannot_be_served_is_left_out_with_the_reason(tmp_path, caplog
 
 
 @pytest.mark.parametrize("target", ["no/such/folder", "?x=1", "{}?turns=3", "{}?max_turns=0", "{}"])
-def test_target_that_is_no_folder_of_tasks_is_rejected(tmp_path, target):
+def test_target_without_task_folders_is_rejected(tmp_path, target):
     with pytest.raises(TargetError, match="harbor:"):
         load(target.format(tmp_path))
 
@@ -326,7 +326,7 @@ def test_health_check_and_user_are_read(tmp_path):
 
 
 @needs_bubblewrap
-async def test_health_check_that_fails_fails_the_session(tmp_path):
+async def test_failed_health_check_fails_the_session(tmp_path):
     check = "[environment.healthcheck]\ncommand = 'echo no disk; exit 1'\nretries = 2\ninterval_sec = 0\n"
     write_task(tmp_path / "plank", settings=SETTINGS + check)
     async with EnvClient.local(f"harbor:{tmp_path}") as client:

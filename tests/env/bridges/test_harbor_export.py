@@ -1,4 +1,4 @@
-"""Tasks as Harbor task folders, and the process that plays their sessions; docker tests build them."""
+"""Exported Harbor task folders and the process that plays their sessions. The docker tests build them."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ class Greet(Environment):
 """
 
 
-async def test_folder_is_a_harbor_task_with_the_sample_apart_from_what_the_agent_reads(tmp_path):
+async def test_folder_is_a_harbor_task_that_hides_the_sample_from_the_agent(tmp_path):
     (one, other) = await export(HOUSEHOLD, tmp_path, count=2)
     task = HarborTask.read(one.folder)
     assert (task.name, task.user, one.oracle) == ("household-test-0000", "agent", 1.0)
@@ -63,7 +63,9 @@ async def test_folder_is_a_harbor_task_with_the_sample_apart_from_what_the_agent
 
 
 @pytest.mark.bridges
-@pytest.mark.skipif(not HARBOR.exists(), reason="Harbor needs Python 3.12; make bridges installs it")
+@pytest.mark.skipif(
+    not HARBOR.exists(), reason="Harbor is not installed (it needs Python 3.12); run make bridges"
+)
 async def test_folder_is_valid_for_harbor_itself(tmp_path):
     (one,) = await export(HOUSEHOLD, tmp_path, count=1)
     script = """
@@ -100,7 +102,7 @@ async def test_task_without_an_expert_has_no_solution(tmp_path):
     assert "- `respond` `{" in (one.folder / "instruction.md").read_text()
 
 
-def test_command_line_prints_the_folders_and_what_their_solutions_earn(tmp_path, monkeypatch, capsys):
+def test_command_line_prints_the_folders_and_the_rewards_of_their_solutions(tmp_path, monkeypatch, capsys):
     command = ["agentrl-env", "export", "harbor", HOUSEHOLD, "--count", "1", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
@@ -111,7 +113,7 @@ def test_command_line_prints_the_folders_and_what_their_solutions_earn(tmp_path,
 
 @pytest.fixture
 async def session(tmp_path, monkeypatch):
-    """Serve a session of ``Greet`` as the process of a container does; return what runs the tool."""
+    """Serve a session of ``Greet`` like a container's process. Return a function that runs the tool."""
     (tmp_path / "environment.py").write_text(GREET)
     sample = {"target": str(tmp_path), "split": "test", "index": 0, "seed": 1}
     (tmp_path / "sample.json").write_text(json.dumps(sample))
@@ -159,7 +161,7 @@ async def test_failure_of_the_environment_leaves_no_reward(session, tmp_path):
     assert not (tmp_path / "reward.json").exists()
 
 
-async def test_malformed_and_endless_lines_leave_the_session_alone(session, tmp_path):
+async def test_malformed_and_endless_lines_do_not_affect_the_session(session, tmp_path):
     for data in (b"no JSON\n", b"[]\n", b'{"name": "respond", "arguments": 3}\n', b"x" * 2_000_000, b""):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(f"{tmp_path}/socket")
@@ -169,11 +171,11 @@ async def test_malformed_and_endless_lines_leave_the_session_alone(session, tmp_
                 probe.shutdown(socket.SHUT_WR)
                 await asyncio.to_thread(probe.recv, 100)
             except OSError:
-                continue  # it was closed before all was sent
+                continue  # the process closed the connection before the end
     assert (await session()).stdout.startswith("Say hello.")
 
 
-def test_tool_without_an_episode_says_so(tmp_path):
+def test_tool_without_an_episode_reports_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-I", container_tool.__file__], capture_output=True, text=True, env=dict(os.environ)
     )

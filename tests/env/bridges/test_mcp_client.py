@@ -1,4 +1,4 @@
-"""MCP servers as tasks: real servers of the official SDK, as a process and over HTTP."""
+"""MCP servers as tasks: real servers on the official SDK, as a process and over HTTP."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ COMMAND = f"{sys.executable} {CALCULATOR}"
 
 
 def last_answer(sample, calls, answer):
-    """Reward an answer that is the last result."""
+    """Reward an answer equal to the last result."""
     return float(bool(calls) and answer == calls[-1].answer)
 
 
@@ -41,7 +41,7 @@ def odd():
     return mcp_task(ODD, last_answer)
 
 
-async def test_tools_prompt_and_instructions_are_those_of_the_server(calculator):
+async def test_task_has_the_tools_prompt_and_instructions_of_the_server(calculator):
     assert calculator.name == "calc_server"
     tools = {spec.function.name: spec.function for spec in calculator.tool_specs()}
     assert set(tools) == {"add", "divide", "count", "odd_name"}
@@ -62,7 +62,7 @@ async def test_answer_ends_the_episode_with_the_reward_of_the_function(calculato
         assert (result.reward, result.terminated) == (1.0, True)
 
 
-async def test_reward_function_may_be_async_and_sees_the_sample():
+async def test_reward_function_can_be_async_and_receives_the_sample():
     task = mcp_task(COMMAND, right_sum, samples=lambda split: [{"prompt": "1 + 1?", "sum": 2}])
     async with EnvClient.local(task) as client:
         for answer, reward in (("2", 1.0), ("3", 0.25)):
@@ -81,7 +81,7 @@ async def test_invalid_arguments_and_failed_calls_are_answered(calculator):
         assert result.status == "running"
 
 
-async def test_each_session_has_a_server_of_its_own(calculator):
+async def test_each_session_has_its_own_server(calculator):
     async with (
         EnvClient.local(calculator) as client,
         await client.open() as first,
@@ -170,7 +170,7 @@ async def test_schema_of_a_server_is_shown_as_it_is_and_calls_are_checked_with_i
             assert result.metrics["invalid_calls"] == 1.0, wrong
 
 
-async def test_names_that_models_refuse_reach_the_server_as_its_own(odd):
+async def test_names_that_models_reject_reach_the_server_in_their_original_form(odd):
     async with EnvClient.local(odd) as client, await client.open() as session:
         for name, own in (("files_read", "files.read"), ("files_read_2", "files/read"), ("list_", "list!")):
             result = await session.step(ToolCall.of(name))
@@ -201,7 +201,7 @@ async def test_every_kind_of_result_reaches_the_model_as_text(odd, kind, text):
 
 
 @pytest.mark.parametrize("kind", ["invalid", "raised", "own"])
-async def test_error_of_a_call_is_answered_as_the_server_states_it(odd, kind):
+async def test_error_of_a_call_is_passed_to_the_model_unchanged(odd, kind):
     async with EnvClient.local(odd) as client, await client.open() as session:
         result = await session.step(ToolCall.of("files_read", kind=kind))
         assert (result.messages[0].content, result.status) == (ERRORS[kind][1], "running")

@@ -40,7 +40,7 @@ class Talk(Environment):
 
 
 async def failure(url, **headers):
-    """Return the error of a connection that is refused."""
+    """Return the error of a rejected connection."""
     from mcp import McpError
 
     with pytest.RaisesGroup(McpError, flatten_subgroups=True) as caught:
@@ -55,7 +55,7 @@ def _innermost(error):
     return error.error
 
 
-async def test_tools_are_those_of_the_task(serving):
+async def test_server_has_the_tools_of_the_task(serving):
     server = await serving(Guess)
     async with mcp_session(f"{server.url}/mcp/guess?seed=7") as (session, begun):
         assert begun.serverInfo.name == "guess"
@@ -80,7 +80,7 @@ async def test_call_carries_answer_reward_and_status(serving):
         assert not result.isError
 
 
-async def test_invalid_call_is_an_error_of_the_model_and_spends_a_turn(serving):
+async def test_invalid_call_is_an_error_for_the_model_and_uses_a_turn(serving):
     server = await serving(Guess)
     async with mcp_session(f"{server.url}/mcp/guess") as (session, _):
         for name, arguments in (("guess", {"n": "x"}), ("gess", {})):
@@ -117,7 +117,7 @@ async def test_connection_chooses_the_problem_by_query_or_headers(serving, where
         assert [message.content.text for message in prompt.messages] == ["Be quick.", str(opened.sample.data)]
 
 
-async def test_prompt_does_not_tell_the_data_or_the_seed_of_the_sample(serving):
+async def test_prompt_does_not_reveal_the_data_or_the_seed_of_the_sample(serving):
     server = await serving(Guess)
     async with mcp_session(f"{server.url}/mcp/guess?seed=71077345") as (session, _):
         assert "71077345" not in (await session.get_prompt("opening")).model_dump_json()
@@ -132,7 +132,7 @@ async def test_prompt_does_not_tell_the_data_or_the_seed_of_the_sample(serving):
         ("/mcp/quick?sed=1", "invalid_request"),
     ],
 )
-async def test_refused_connection_tells_the_type_and_the_reason(serving, path, kind):
+async def test_refused_connection_reports_the_type_and_the_reason(serving, path, kind):
     server = await serving(Quick)
     error = await failure(f"{server.url}{path}")
     assert error.data["type"] == kind
@@ -168,7 +168,7 @@ async def test_parallel_calls_of_one_connection_are_turns_in_order(serving):
         assert counts == ["1", "2", "3", "4", "5"]
 
 
-async def test_messages_without_a_call_are_the_tool_respond_where_the_task_takes_them(serving):
+async def test_tool_respond_is_offered_if_the_task_accepts_messages_without_a_call(serving):
     server = await serving(Talk, Guess)
     async with mcp_session(f"{server.url}/mcp/talk") as (session, _):
         assert [one.name for one in (await session.list_tools()).tools] == ["look", "respond"]

@@ -1,4 +1,4 @@
-"""The program of the documentation with OpenAI's SDK, against a real endpoint with scripted answers."""
+"""The documentation's program with OpenAI's SDK, against a real endpoint with scripted answers."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.bridges
 
 
 async def test_program_of_the_documentation_plays_an_episode(serving):
-    openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; make bridges installs it")
+    openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; run make bridges")
     server = await serving(str(ROOT / "environments/household"), oracle=True)
     _, moves = await by_wire(server.url, "household", {"split": "test", "index": 3})
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

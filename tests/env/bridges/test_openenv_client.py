@@ -29,7 +29,7 @@ def free_port():
 @pytest.fixture(scope="module")
 def peer():
     """Return a function that starts a server of ``openenv_peers`` and returns its address."""
-    pytest.importorskip("openenv", reason="OpenEnv is not installed; make bridges installs it")
+    pytest.importorskip("openenv", reason="OpenEnv is not installed; run make bridges")
     processes, addresses = [], {}
 
     def start(name):
@@ -87,7 +87,7 @@ async def test_seed_and_data_of_the_sample_reach_the_server(peer):
 async def test_server_that_ignores_seeds_is_reported(peer, caplog):
     task = openenv_task(peer("careless"), name="careless")
     with caplog.at_level(logging.WARNING, "agentrl_env"):
-        for _ in range(20):  # two throws of a die may be the same
+        for _ in range(20):  # two throws of a die can be equal
             await task.startup()
             if task.seed_ignored:
                 break

@@ -8,12 +8,12 @@ import pytest
 from tests.env.tasks import Guess, Quick, until
 
 pytestmark = pytest.mark.bridges
-pytest.importorskip("openenv", reason="OpenEnv is not installed; make bridges installs it")
+pytest.importorskip("openenv", reason="OpenEnv is not installed; run make bridges")
 TOKEN = "a-token-of-this-test-1234567890"
 
 
 def generic_client(**options):
-    from openenv.core.generic_client import GenericEnvClient  # takes seconds, which other tests do not have
+    from openenv.core.generic_client import GenericEnvClient  # slow import, only for these tests
 
     return GenericEnvClient(**options)
 
@@ -111,7 +111,7 @@ async def test_end_of_the_socket_and_another_reset_close_the_session(serving):
         ({"seed": "x"}, "VALIDATION_ERROR"),
     ],
 )
-async def test_bad_reset_is_an_error_and_the_socket_goes_on(serving, choice, words):
+async def test_bad_reset_is_an_error_and_the_socket_stays_open(serving, choice, words):
     server = await serving(Quick)
     async with generic_client(base_url=f"{server.url}/openenv/quick") as client:
         with pytest.raises(RuntimeError, match=words):

@@ -1,4 +1,4 @@
-"""tau2-bench: its tasks as sessions, with verdicts equal to those of its own evaluator."""
+"""The tasks of tau2-bench as sessions, with the same verdicts as its own evaluator."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ ASKED = re.compile(r"Please use (\w+) with (\{.*\})\.")
 
 
 def obey(body):
-    """Play a user that makes the calls it is asked for, and leaves when all is done."""
+    """Play a user that makes the requested calls and leaves at the end."""
     last = body["messages"][-1]
     if last["role"] == "tool":
         return completion(text="I have done it.")
@@ -41,7 +41,7 @@ def user(monkeypatch):
 
 
 def reference(task, name, without):
-    """Return the actions of the reference solution; without those of the first one's name if asked."""
+    """Return the reference solution's actions, optionally without all actions named like the first."""
     actions = task.tasks[name].evaluation_criteria.actions or []
     return [action for action in actions if not without or action.name != actions[0].name]
 
@@ -60,7 +60,7 @@ async def played(task, split, index, without):
 
 
 def own_verdict(task, name, without):
-    """Return the reward that tau2-bench gives to the reference solution; None if its evaluator fails."""
+    """Return tau2-bench's reward for the reference solution, or None if its evaluator fails."""
     tau2, wanted = task.tau2, task.tasks[name]
     types, begun = tau2.messages, wanted.initial_state
     world = tau2.registry.registry.get_env_constructor(task.domain)()
@@ -85,7 +85,7 @@ def own_verdict(task, name, without):
     kind = tau2.evaluator.EvaluationType.ALL
     try:
         return tau2.evaluator.evaluate_simulation(run, wanted, kind, False, task.domain).reward
-    except ValueError:  # an assertion about a record that the solution has not made
+    except ValueError:  # an assertion about a record that the solution did not create
         return None
 
 
@@ -98,7 +98,7 @@ def own_verdict(task, name, without):
         ("telecom", "small", (0, 5, 12, 19)),
     ],
 )
-async def test_verdicts_are_those_of_the_domains_own_evaluator(user, domain, split, indices):
+async def test_verdicts_equal_those_of_the_domains_own_evaluator(user, domain, split, indices):
     task = load_target(f"tau2:{domain}")
     ours, theirs = [], []
     for index in indices:
@@ -160,7 +160,7 @@ async def test_forks_of_an_episode_do_not_share_records(user):
 
 @pytest.fixture
 def judged(user, monkeypatch):
-    """Return the function that makes a task of two, one of which a model grades."""
+    """Return a function that makes a domain with two tasks, one of them graded by a model."""
     task = load_target("tau2:mock")
     judged = task.tasks["create_task_1"].model_copy(deep=True)
     kind = type(judged.evaluation_criteria.reward_basis[0])
@@ -179,7 +179,7 @@ def test_task_that_a_model_grades_is_omitted_without_a_judge(judged, caplog):
 @pytest.mark.parametrize(
     ("met", "reward"), [([True, True], 1.0), ([True, False], 0.0), ([True], None), (None, None)]
 )
-async def test_judge_grades_assertions_and_its_failure_is_no_reward(judged, monkeypatch, met, reward):
+async def test_judge_grades_assertions_and_its_failure_is_not_a_reward(judged, monkeypatch, met, reward):
     def judge(body):
         if met is None:
             return 400, {"text": "no such model"}

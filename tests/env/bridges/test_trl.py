@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Clash(Environment):
-    """Has a tool whose name TRL needs."""
+    """Has a tool with a name that TRL reserves."""
 
     def reset(self, sample, rng):
         return ""
@@ -80,7 +80,7 @@ def test_rollout_whose_environment_failed_has_no_reward():
     assert slot.get_reward() == 0.0
 
 
-def test_tool_whose_name_trl_needs_is_refused():
+def test_tool_with_a_name_that_trl_reserves_is_rejected():
     with pytest.raises(DefinitionError, match="cannot be a method of"):
         Clash.trl()
 
@@ -105,8 +105,8 @@ async def test_server_by_url_is_an_environment_too(serving):
     assert server.pool.open_sessions == 0
 
 
-def test_schemas_for_the_model_are_those_of_the_task():
-    utils = pytest.importorskip("transformers.utils", reason="needs the extra train")
+def test_schemas_for_the_model_equal_the_tasks_schemas():
+    utils = pytest.importorskip("transformers.utils", reason="the extra train is not installed")
     schema = utils.get_json_schema(Guess.trl()().guess)["function"]
     assert schema["description"] == "Guess the number."
     assert schema["parameters"]["required"] == ["n"]
@@ -196,8 +196,8 @@ def test_description_of_an_object_has_its_schema():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_grpo_trainer_trains_on_a_starter_task(tmp_path, monkeypatch):
-    """The quick start's policy calls the tools of the shop through TRL's own loop."""
-    pytest.importorskip("trl", reason="TRL is not installed; make bridges installs it")
+    """The quick start's policy calls the shop's tools through TRL's own loop."""
+    pytest.importorskip("trl", reason="TRL is not installed; run make bridges")
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,7 +209,7 @@ def test_grpo_trainer_trains_on_a_starter_task(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     starter = ROOT / "examples/quickstart/starter"
     tokenizer = AutoTokenizer.from_pretrained(starter, padding_side="left")
-    tokenizer.response_template = qwen3_template  # TRL knows those of templates that it ships
+    tokenizer.response_template = qwen3_template  # TRL knows only the syntax of its own templates
     factory = load_target(str(ROOT / "environments/shop")).trl()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(starter, dtype=torch.float32),

@@ -105,7 +105,7 @@ TOKEN_FILE = "../token.txt"
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line; return (exit code, stdout, stderr)."""
+    """Run the command line. Return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
@@ -130,7 +130,7 @@ def server():
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Let the checks compare this process with no other one, as in a process that they have started."""
+    """Make the checks skip the comparison with another process, as in a process that they started."""
     monkeypatch.setenv(FRESH, "1")
 
 
@@ -233,7 +233,7 @@ def test_check_as_json_is_one_object_on_stdout(cli):
     assert verdicts["limits"] == "pass"
 
 
-def test_check_as_json_tells_why_a_class_does_not_load(cli):
+def test_check_as_json_reports_why_a_class_does_not_load(cli):
     Path("environment.py").write_text("from agentrl_env import Environment\n\nx = itn\n")
     code, out, err = cli("check", ".", "--json")
     assert code == 1
@@ -245,14 +245,14 @@ def test_check_as_json_tells_why_a_class_does_not_load(cli):
     assert error["message"] in one_line(err)
 
 
-def test_check_as_json_tells_why_a_server_is_not_reached(cli, monkeypatch):
+def test_check_as_json_reports_why_a_server_is_unreachable(cli, monkeypatch):
     monkeypatch.setitem(HttpBackend.__init__.__kwdefaults__, "patience", 0.1)
     code, out, _ = cli("check", "http://127.0.0.1:9", "--json")
     assert code == 1
     assert json.loads(out)["errors"][0]["type"] == "ServerUnreachable"
 
 
-def test_check_whose_deadline_passes_before_the_tasks_are_known_prints_one_line(cli):
+def test_check_that_times_out_before_the_tasks_are_known_prints_one_line(cli):
     Path("environment.py").write_text(f"{SLOW_START}")
     code, _, err = cli("check", ".", "--deadline", "0.2")
     assert code == 1
@@ -437,7 +437,7 @@ class Guess(Environment):
 '''
 
 
-def test_play_with_expert_and_do(cli):
+def test_play_combines_expert_and_do(cli):
     code, out, _ = cli("play", f"{HERE}:Guess", "--index", "2", "--expert")
     assert code == 0
     assert "[1/" in out
@@ -598,7 +598,7 @@ def test_play_shows_the_fields_of_nested_arguments(cli):
     assert "refunded 1 [] late None" in out
 
 
-def test_plain_text_needs_say_if_there_are_tools():
+def test_plain_text_requires_say_if_the_task_has_tools():
     assert parse_line("say I think so", PUT).content == "I think so"
     assert parse_line("I think so", []).content == "I think so"
 
@@ -623,7 +623,7 @@ def test_serve_stops_cleanly_on_interrupt():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline().startswith("serving guess at http://127.0.0.1:")
         child.send_signal(2)
-        assert child.wait(timeout=60) == 0  # no session is open, so that the drain ends at once
+        assert child.wait(timeout=60) == 0  # no session is open, so the drain ends immediately
         lines = child.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" pid=")[0] for line in lines] == ["draining", "stopped"]
 

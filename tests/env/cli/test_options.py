@@ -15,7 +15,7 @@ GUESS = f"{Path(__file__).with_name('test_cli.py')}:Guess"
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line with a configuration file; return (exit code, stdout, stderr)."""
+    """Run the command line with a configuration file. Return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
@@ -201,7 +201,7 @@ def test_help_groups_the_options_and_fits_eighty_columns(cli, command):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-def test_help_says_which_lines_the_log_has_by_default(cli):
+def test_help_states_which_lines_the_log_has_by_default(cli):
     _, out, _ = cli("serve", "--help")
     words = " ".join(out.replace("│", " ").split())
     assert "info for json, else warning, with the drain and the end of the process" in words

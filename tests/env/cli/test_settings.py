@@ -38,7 +38,7 @@ class FromFile(BaseModel):
 
 
 def command_of(model):
-    """Return a Typer command with the settings, and the list of what it was called with."""
+    """Return a Typer command with the settings, and the list of its calls."""
     calls = []
 
     def show(context: typer.Context, settings: model) -> None:

@@ -13,7 +13,7 @@ HELLO = Message.assistant("hello")
 
 
 class Server:
-    """Records and answers batches; ``free`` holds answers back."""
+    """Records and answers batches. ``free`` delays answers."""
 
     def __init__(self):
         self.batches, self.alone = [], []

@@ -1,4 +1,4 @@
-"""Clients of a fleet with several controllers, one of which does not answer."""
+"""Clients of a fleet with several controllers, including one that does not answer."""
 
 import asyncio
 import contextlib

@@ -29,7 +29,7 @@ from tests.env.tasks import Guess, Quick, Slow, until
 
 @asynccontextmanager
 async def listening(handler):
-    """Serve connections with ``handler(reader, writer)``; yield the URL."""
+    """Serve connections with ``handler(reader, writer)`` and yield the URL."""
     handlers = set()
 
     async def handle(reader, writer):
@@ -78,7 +78,7 @@ def http(body, status=b"200 OK", headers=b""):
 TASKS = b'{"protocol":1,"tasks":[]}'
 
 
-async def test_episode_over_http(serving):
+async def test_episode_is_played_over_http(serving):
     server = await serving(Guess, Quick, oracle=True)
     async with EnvClient.connect(server.url) as client:
         assert set(await client.tasks()) == {"guess", "quick"}
@@ -186,7 +186,7 @@ async def test_opening_waits_in_the_queue_of_the_server(serving):
         second = await waiting
         gone = asyncio.create_task(client.open("quick", wait=20))
         await until(lambda: server.pool.gauges()["agentrl_sessions_waiting"])
-        gone.cancel()  # disconnects, which leaves the queue
+        gone.cancel()  # disconnecting leaves the queue
         await until(lambda: not server.pool.gauges()["agentrl_sessions_waiting"])
         await second.close()
 
@@ -230,7 +230,7 @@ async def test_failed_reset_raises_environment_failed(serving):
 
 
 async def test_lost_response_is_requested_again_with_the_same_seq(serving):
-    """A proxy drops every other answer."""
+    """A proxy drops every second answer."""
     server = await serving(Quick)
     port = int(server.url.rpartition(":")[2])
     lost = [0]
@@ -424,7 +424,7 @@ async def test_message_that_is_not_json_is_rejected_before_sending(serving):
         assert (await session.step("hello")).seq == 1
 
 
-async def test_opening_that_is_not_a_request_is_rejected_before_sending(serving):
+async def test_invalid_opening_is_rejected_before_sending(serving):
     server = await serving(Quick)
     async with EnvClient.connect(server.url) as client:
         with pytest.raises(InvalidRequest, match=r"^seed: Input should be greater than or equal to 0$"):
@@ -489,7 +489,7 @@ async def test_line_break_after_a_token_does_not_belong_to_it(serving, monkeypat
 
 
 @pytest.mark.parametrize("token", ["two\nlines-of-a-token", "tökens-are-ascii"])
-def test_token_that_no_header_can_carry_is_refused_without_quoting_it(token):
+def test_token_that_is_invalid_in_a_header_is_rejected_without_quoting_it(token):
     with pytest.raises(Unauthorized, match="not allowed in an HTTP header") as raised:
         EnvClient.connect("http://127.0.0.1:1", token=token)
     assert "token-" not in str(raised.value)

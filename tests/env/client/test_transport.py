@@ -1,4 +1,4 @@
-"""Transport of a server: its WebSocket if it offers one, otherwise HTTP."""
+"""The transport to a server: its WebSocket if it offers one, otherwise HTTP."""
 
 import asyncio
 

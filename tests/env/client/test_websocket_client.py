@@ -1,4 +1,4 @@
-"""The client over one WebSocket: the calls of HTTP, and reconnection."""
+"""The client over one WebSocket: the same calls as over HTTP, and reconnection."""
 
 import asyncio
 import pickle
@@ -90,7 +90,7 @@ async def relayed(server):
         await asyncio.gather(*tasks)
 
 
-async def test_episode_over_the_websocket(serving):
+async def test_episode_is_played_over_the_websocket(serving):
     server = await serving(Guess, oracle=True)
     async with over_socket(server.url) as client:
         assert (await client.tasks())["guess"].max_turns == 8
@@ -100,7 +100,7 @@ async def test_episode_over_the_websocket(serving):
             assert (await client.resume(session.session_id)).last == result
 
 
-async def test_close_and_fork_over_the_websocket(serving):
+async def test_close_and_fork_work_over_the_websocket(serving):
     server = await serving(Walk)
     async with over_socket(server.url) as client:
         session = await client.open("walk", seed=7)

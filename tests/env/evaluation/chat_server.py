@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks the chat completions protocol, with scripted answers; and a task for it."""
+"""A real HTTP server for chat completions with scripted answers, and a task for it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Sums(Environment):
 
 
 Answer = dict[str, Any] | tuple[int, dict[str, str]]
-"""Fields of a chat completion, or the status and the headers of an error; its header ``raw`` is the body."""
+"""Fields of a chat completion, or the status and headers of an error. The header ``raw`` is its body."""
 
 
 class ChatServer:
-    """Serves ``POST /v1/chat/completions``; ``reply`` makes each answer from the request's body."""
+    """Serves ``POST /v1/chat/completions``. ``reply`` returns the answer for a request's body."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], Answer]) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ class ChatServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._server.handle_error = lambda *args: None  # a client that was killed
+        self._server.handle_error = lambda *args: None  # the client was killed
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
@@ -97,7 +97,7 @@ class ChatServer:
 
 
 def completion(*calls: ToolCall, text: str | None = None, **message: Any) -> Answer:
-    """Return a completion with calls or text; 20 tokens read and 5 written."""
+    """Return a completion with calls or text, for 20 prompt tokens and 5 completion tokens."""
     fields = {"role": "assistant", "content": text, **message}
     if calls:
         fields["tool_calls"] = [call.model_dump() for call in calls]
@@ -106,13 +106,13 @@ def completion(*calls: ToolCall, text: str | None = None, **message: Any) -> Ans
 
 
 def numbers(body: dict[str, Any]) -> list[int]:
-    """Return the numbers of the task that a conversation has named."""
+    """Return the numbers of the task that a conversation mentions."""
     found = [message["content"] for message in body["messages"] if message["role"] in ("user", "tool")]
     return [int(number) for text in found for number in re.findall(r"\d+", text)]
 
 
 def play_sums(body: dict[str, Any], right: Callable[[int], bool] = lambda a: True) -> Answer:
-    """Look, then answer: with the sum where ``right`` says so for the first number."""
+    """Look, then answer. The answer is correct if ``right`` returns True for the first number."""
     known = numbers(body)
     if len(known) == 1:
         return completion(ToolCall.of("look"), reasoning_content="I must look <first>.")

@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible endpoints against a real HTTP server."""
+"""The client for OpenAI-compatible endpoints against a real HTTP server."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def short_pauses(monkeypatch):
 
 
 async def ask(*answers, **options):
-    """Return the completion, or the error, of a server that gives these answers; and the server."""
+    """Query a server with these answers. Return the completion or the error, and the server."""
     left = list(answers)
     with ChatServer(lambda body: left.pop(0) if len(left) > 1 else left[0]) as server:
         async with ChatModel(server.url, "small", **options) as model:
@@ -44,7 +44,7 @@ async def test_completion_has_text_thought_usage_and_time():
     assert server.keys == ["Bearer k"]
 
 
-async def test_busy_endpoint_is_asked_again():
+async def test_request_to_a_busy_endpoint_is_retried():
     found, server = await ask((429, {"retry-after": "0"}), (503, {}), (500, {}), completion(text="Yes."))
     assert (found.message.content, found.repeats, len(server.requests)) == ("Yes.", 3, 4)
 
@@ -69,7 +69,7 @@ async def test_endpoint_that_stays_busy_fails():
         (400, "the field tools is unknown", ModelFailed),
     ],
 )
-async def test_refusals_have_types_and_are_not_repeated(status, text, error):
+async def test_refusals_have_types_and_are_not_retried(status, text, error):
     found, server = await ask((status, {"text": text}))
     assert type(found) is error
     assert text in str(found)
@@ -77,7 +77,7 @@ async def test_refusals_have_types_and_are_not_repeated(status, text, error):
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"tool_calls": [{}]}}]}])
-async def test_answer_that_is_no_completion_fails(answer):
+async def test_answer_that_is_not_a_completion_fails(answer):
     found, _ = await ask(answer)
     assert type(found) is ModelFailed
     assert "not a chat completion" in str(found)
@@ -89,7 +89,7 @@ async def test_error_in_an_answer_of_status_200_is_shown():
     assert "the provider is down" in str(found)
 
 
-async def test_failure_in_an_answer_of_status_200_is_repeated_and_costs_no_episode():
+async def test_failure_in_an_answer_of_status_200_is_retried_and_costs_no_episode():
     down = {"error": {"message": "the provider is down", "code": 502}}
     broken = {"choices": [{"message": {"content": ""}, "finish_reason": "error"}]}
     found, server = await ask(down, {"choices": []}, broken, completion(text="Yes."))
@@ -97,7 +97,7 @@ async def test_failure_in_an_answer_of_status_200_is_repeated_and_costs_no_episo
 
 
 @pytest.mark.parametrize(("code", "error"), [(401, ModelRefused), (400, ContextFull)])
-async def test_refusal_in_an_answer_of_status_200_is_not_repeated(code, error):
+async def test_refusal_in_an_answer_of_status_200_is_not_retried(code, error):
     found, server = await ask({"error": {"message": "maximum context length", "code": code}})
     assert (type(found), len(server.requests)) == (error, 1)
 
@@ -159,7 +159,7 @@ SIGNED = {
     ],
     ids=["thought and signature", "details", "thought beside a text", "call that was cut", "list"],
 )
-async def test_message_is_sent_back_as_the_endpoint_wants_it(said, sent_back):
+async def test_message_is_sent_back_in_the_form_that_the_endpoint_expects(said, sent_back):
     answers = [{"choices": [{"message": {"role": "assistant"} | said}]}, completion(text="Yes.")]
     with ChatServer(lambda body: answers.pop(0)) as server:
         async with ChatModel(server.url, "small") as model:
@@ -192,7 +192,7 @@ async def test_answer_that_the_endpoint_withholds_or_breaks_off_fails(choice, re
         {"message": {"tool_calls": [{"id": "\ud83d", "function": {"name": "\ud83d"}}]}},
     ],
 )
-async def test_odd_values_beside_an_answer_end_no_evaluation(odd):
+async def test_odd_extra_values_do_not_end_an_evaluation(odd):
     usage = odd.pop("usage", None)
     found, _ = await ask({"choices": [{"message": {"content": "Yes."}, **odd}], "usage": usage})
     assert isinstance(found.finish_reason, str | None)
@@ -200,12 +200,12 @@ async def test_odd_values_beside_an_answer_end_no_evaluation(odd):
     (found.finish_reason or "").encode()
 
 
-def test_nesting_that_no_parser_reads_is_a_failure():
+def test_nesting_too_deep_for_the_parser_is_a_failure():
     with pytest.raises(ModelFailed, match="not a chat completion"):
         chat_model._completion("url", httpx.Response(200, text="[" * 100_000), seconds=0.0, repeats=0)
 
 
-async def test_refusal_is_what_the_model_said():
+async def test_refusal_is_the_models_answer():
     found, _ = await ask({"choices": [{"message": {"content": None, "refusal": "I must not."}}]})
     assert found.message.content == "I must not."
 
@@ -232,7 +232,7 @@ async def test_half_of_a_surrogate_pair_can_be_sent_on():
 
 
 class Clock:
-    """Time that passes only while something sleeps."""
+    """A clock that advances only during sleeps."""
 
     def __init__(self):
         self.now = 100.0
@@ -244,7 +244,7 @@ class Clock:
         self.now += seconds
 
 
-async def test_pace_spaces_requests_and_holds_all_of_them_back(monkeypatch):
+async def test_pace_spaces_requests_and_delays_all_of_them(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(chat_model.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(chat_model.asyncio, "sleep", clock.sleep)

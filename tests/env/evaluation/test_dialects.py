@@ -1,7 +1,7 @@
-"""Evaluation against scripted endpoints, each in the dialect of a provider, with its errors and its rules.
+"""Evaluation against scripted endpoints, each with the format, errors and rules of a provider.
 
-An endpoint refuses a conversation that its provider would refuse: an episode that ends with the right answer
-was sent back as that provider wants it.
+An endpoint rejects conversations that its provider would reject. An episode with the correct answer therefore
+proves that messages were sent back in the provider's format.
 """
 
 import json
@@ -35,23 +35,23 @@ def short_pauses(monkeypatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a provider writes a call, which errors it has, and which conversations it refuses."""
+    """A provider's call format, errors, and rules for conversations."""
 
     identity: str | None
-    """Id of a call; None leaves it out."""
+    """Id of a call. None omits it."""
     message: Body
-    """Further fields of the message of a call."""
+    """Additional fields of a message with a call."""
     errors: tuple[Answer, ...]
     """Answers after which the same request succeeds."""
     refuses: Callable[[Body], str | None]
-    """Return why a message of the model is refused, or None."""
+    """Returns the reason why a message of the model is rejected, or None."""
     call: Body | None = None
-    """Further fields of the call."""
+    """Additional fields of the call."""
     finish: str = "tool_calls"
     choice: Body | None = None
-    """Further fields of the choice."""
+    """Additional fields of the choice."""
     body: Body | None = None
-    """Further fields of the answer."""
+    """Additional fields of the answer."""
     before: str = ""
     """Characters before the answer."""
 
@@ -75,11 +75,11 @@ def raw(status: int, body: Any) -> Answer:
 
 
 def accepted(message: Body) -> None:
-    """Refuse nothing."""
+    """Accept every message."""
 
 
 def without(*names: str) -> Callable[[Body], str | None]:
-    """Return a rule that refuses other fields than these."""
+    """Return a rule that rejects all other fields."""
 
     def rule(message: Body) -> str | None:
         odd = message.keys() - {"role", "content", "tool_calls", *names}
@@ -203,7 +203,7 @@ DIALECTS = {
 
 
 def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str | None:
-    """Return why a conversation is refused: a call has no result, arguments are no object, or by a rule."""
+    """Return the reason to reject a conversation: a missing result, invalid arguments, or a rule."""
     waiting: list[str] = []
     for message in messages:
         if message["role"] == "tool":
@@ -226,7 +226,7 @@ def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str 
 
 
 class Endpoint:
-    """Plays ``Sums`` in a dialect: each of its errors, a look, a call that was cut, and the answer."""
+    """Plays ``Sums`` in a dialect: each of its errors, a look, a truncated call, and the answer."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
@@ -236,7 +236,7 @@ class Endpoint:
         next(self._script)
 
     def reply(self, body: Body) -> Answer:
-        """Answer a request, or refuse its conversation."""
+        """Answer a request or reject its conversation."""
         if reason := problem(body["messages"], self.dialect.refuses):
             self.refused.append(reason)
             return 400, {"text": reason}

@@ -48,7 +48,7 @@ def short_pauses(monkeypatch):
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run a command in a folder of its own; return (exit code, stdout, stderr)."""
+    """Run a command in its own folder. Return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -145,7 +145,7 @@ def test_key_comes_from_a_variable_or_a_file(cli, monkeypatch):
 
 
 class Gate:
-    """Plays right; from a number of episodes on, holds every request until it is opened."""
+    """Plays correctly. After some episodes, holds every request until the gate is opened."""
 
     def __init__(self, episodes):
         self.episodes = episodes
@@ -164,7 +164,7 @@ class Gate:
 
 
 @pytest.mark.slow
-def test_killed_evaluation_goes_on_without_playing_an_episode_twice(tmp_path):
+def test_killed_evaluation_resumes_without_playing_an_episode_twice(tmp_path):
     gate = Gate(episodes=10)
     command = [sys.executable, "-m", "agentrl_env", "eval", TARGET, "--samples", "30", "--concurrency", "4"]
     command += ["-o", str(tmp_path / "run"), "--json"]
@@ -182,7 +182,7 @@ def test_killed_evaluation_goes_on_without_playing_an_episode_twice(tmp_path):
         first.wait()
         whole = episodes.read_bytes()
         finished = [json.loads(line)["index"] for line in whole.splitlines()[1:]]
-        episodes.write_bytes(whole + b'{"index":39,"attempt":0,"tur')  # a line that the kill cut off
+        episodes.write_bytes(whole + b'{"index":39,"attempt":0,"tur')  # a line truncated by the kill
         gate.open.set()
         second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
@@ -216,7 +216,7 @@ def test_other_settings_are_not_mixed_into_an_evaluation(cli):
         assert moved.requests == []
 
 
-def test_finished_evaluation_asks_nothing_again(cli):
+def test_finished_evaluation_makes_no_further_requests(cli):
     with ChatServer(play_sums) as server:
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 5, "--json"]
         first, asked = cli(*command), len(server.requests)
@@ -236,7 +236,7 @@ def test_damaged_line_is_named(cli, tmp_path):
         read_run(tmp_path / "nowhere")
 
 
-def test_failures_of_the_endpoint_are_apart_and_played_again(cli):
+def test_failures_of_the_endpoint_are_counted_separately_and_retried(cli):
     broken = {"now": True}
 
     def reply(body):
@@ -264,7 +264,7 @@ def test_failures_of_the_endpoint_are_apart_and_played_again(cli):
 
 
 class Fragile(Sums):
-    """Breaks where an even number is looked for."""
+    """Breaks if an even number is looked up."""
 
     name = "fragile"
 
@@ -274,7 +274,7 @@ class Fragile(Sums):
         return {}
 
 
-def test_failures_of_the_environment_are_no_rewards_of_zero(cli):
+def test_failures_of_the_environment_are_not_rewards_of_zero(cli):
     with ChatServer(play_sums) as server:
         code, out, _ = cli(
             "eval", f"{__file__}:Fragile", *endpoint(server.url), "--samples", 10, "--json", "--retries", 0
@@ -316,7 +316,7 @@ def test_summary_counts_failures_by_reason_and_by_the_turns_that_were_lost():
     assert "1 of 0 turns, 1 of 2–3 turns, 3 of 8–15 turns" in page
 
 
-def test_wrong_key_stops_at_once(cli):
+def test_wrong_key_stops_the_evaluation_immediately(cli):
     with ChatServer(lambda body: (401, {"text": "wrong key"})) as server:
         code, _, err = cli("eval", TARGET, *endpoint(server.url), "--samples", 30, "--concurrency", 2)
     assert code == 1
@@ -333,7 +333,7 @@ def test_endpoint_that_died_stops_the_evaluation_after_some_episodes(cli):
     assert "the same command to continue" in err
 
 
-def test_conversation_that_outgrows_the_model_is_an_end_and_no_failure(cli):
+def test_conversation_that_exceeds_the_context_ends_without_a_failure(cli):
     def reply(body):
         full = len(numbers(body)) > 1
         return (400, {"text": "maximum context length is 10 tokens"}) if full else play_sums(body)
@@ -390,7 +390,7 @@ def test_thoughts_of_a_turn_with_calls_are_sent_back(cli):
     assert [message["reasoning_content"] for message in later] == ["I must look <first>."] * 3
 
 
-def test_call_that_the_token_limit_cut_is_a_turn_of_the_model(cli):
+def test_call_cut_by_the_token_limit_counts_as_a_turn(cli):
     def reply(body):
         if len(body["messages"]) > 1:
             return play_sums(body)

@@ -1,4 +1,4 @@
-"""The errors and figures of language models on the first level of the tasks."""
+"""Errors and figures of language models on the first level of the tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_episode_that_the_task_ended_has_a_wrong_result() -> None:
     assert episode_error(episode(SILENT, SILENT, VALID, end="terminated"), TOOLS) == "wrong result"
 
 
-def test_error_of_half_of_the_turns_is_the_error_of_the_episode() -> None:
+def test_error_in_half_of_the_turns_is_the_error_of_the_episode() -> None:
     cut = turn(text="I", invalid=1, finish="length")
     assert episode_error(episode(SILENT, cut, SILENT, VALID), TOOLS) == "no call"
     assert episode_error(episode(SILENT, VALID, turn(ToolCall.of("take"))), TOOLS) == "turn limit"

@@ -1,4 +1,4 @@
-"""Estimates of success and their intervals, against textbook values, enumeration and simulation."""
+"""Success estimates and their intervals, compared with textbook values, enumeration and simulation."""
 
 import itertools
 import math
@@ -81,13 +81,15 @@ def test_bootstrap_interval_repeats_and_covers_the_mean():
         bootstrap_interval([])
 
 
-def test_attempts_at_one_sample_count_for_what_they_are_worth():
+def test_attempts_at_one_sample_count_by_their_information():
     assert effective_trials([[True], [False], [True]]) == 3
     alike = [[True] * 8 if n % 2 else [False] * 8 for n in range(40)]
-    assert effective_trials(alike) == pytest.approx(40, abs=1)  # eight equal attempts say no more than one
+    assert effective_trials(alike) == pytest.approx(
+        40, abs=1
+    )  # eight equal attempts carry no more information than one
     rng = np.random.default_rng(0)
     unlike = (rng.random((200, 8)) < 0.4).tolist()
-    assert effective_trials(unlike) > 1_200  # attempts as independent as samples
+    assert effective_trials(unlike) > 1_200  # attempts are as independent as samples
     assert effective_trials([[True] * 8] * 5) == 5
     assert effective_trials([]) == 0
 
@@ -102,7 +104,7 @@ def test_interval_with_attempts_covers_the_true_share():
         low, high = wilson_interval(int(wins.sum()), wins.size)
         naive += low <= 0.5 <= high
     assert covered / 300 > 0.92
-    assert naive / 300 < 0.75  # an interval that takes attempts for samples is too narrow
+    assert naive / 300 < 0.75  # an interval that treats attempts as samples is too narrow
 
 
 def share(successes: int, trials: int) -> Estimated:

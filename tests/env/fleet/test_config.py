@@ -1,4 +1,4 @@
-"""The configuration file of a fleet, and the manifests made from it."""
+"""The configuration file of a fleet, and the manifests generated from it."""
 
 import json
 
@@ -39,7 +39,7 @@ TASK = '[[tasks]]\nname = "shop"\ntarget = "shop"'
 
 @pytest.fixture
 def config(tmp_path):
-    """Read a configuration; ``FILE`` by default."""
+    """Read a configuration, by default ``FILE``."""
 
     def read(text=FILE):
         (tmp_path / "shop").mkdir(exist_ok=True)

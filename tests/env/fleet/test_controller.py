@@ -29,7 +29,7 @@ from tests.env.tasks import Clock, Guess, Quick, Slow, until
 
 
 class Site:
-    """A controller, and servers that connect to it."""
+    """A controller and the servers that connect to it."""
 
     def __init__(self, **options) -> None:
         options.setdefault("queue_s", 0.0)
@@ -58,7 +58,7 @@ class Site:
 
 
 async def kill(server: EnvServer) -> None:
-    """Abort a server's links for good, like its death."""
+    """Abort a server's links permanently, as if it died."""
     links = server._links
     for task in links._tasks.values():
         task.cancel()
@@ -68,7 +68,7 @@ async def kill(server: EnvServer) -> None:
 
 
 async def cut(server: EnvServer) -> None:
-    """Abort a server's links; the server reconnects."""
+    """Abort a server's links. The server reconnects."""
     for link in list(server._links._open):
         link.websocket.transport.abort()
 
@@ -139,7 +139,7 @@ async def test_batch_is_split_by_server_and_joined_in_order():
         ]
         steps.insert(4, {"session_id": "nobody.there", "seq": 1, "message": message})
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, timeout=60) as http:
-            site.fleet.registry._started = -1e9  # long after its start, so that it waits for no server
+            site.fleet.registry._started = -1e9  # long after its start, so that it does not wait for servers
             answer = await http.post(f"{site.controller.url}/v1/step", json={"steps": steps})
         results = answer.json()["results"]
         assert results[4]["error"]["type"] == "unknown_session"
@@ -190,7 +190,7 @@ async def test_sessions_of_a_dead_server_are_lost():
         await until(Slow.started.is_set)
         await kill(dead)
         clock.now += 100
-        await cut(alive)  # reconnects, which shows that it is alive
+        await cut(alive)  # reconnecting shows that it is alive
         await until(lambda: site.fleet.servers[alive.pool.server_id].seen == clock.now)
         await site.fleet.registry.check()
         with pytest.raises(SessionLost):

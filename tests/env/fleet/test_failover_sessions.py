@@ -1,4 +1,4 @@
-"""Failover: sessions of killed servers continue on others, with a controller started with ``--resume``."""
+"""Failover with ``controller --resume``: sessions of killed servers continue on other servers."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ def site(**options) -> Site:
 
 
 async def die(site, server):
-    """Kill a server, and let its controller declare it lost."""
+    """Kill a server and wait until its controller declares it lost."""
     await kill(server)
     await site.fleet.registry.lose(server.pool.server_id, "the test says so")
 
@@ -191,7 +191,7 @@ async def test_session_continues_on_another_server():
 
 
 @pytest.mark.parametrize("call", ["step", "close"])
-async def test_server_that_only_claims_a_session_hears_no_call_of_it(call):
+async def test_server_that_only_claims_a_session_receives_none_of_its_calls(call):
     async with site() as fleet:
         first, second = await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=5)
@@ -208,7 +208,7 @@ async def test_server_that_only_claims_a_session_hears_no_call_of_it(call):
         assert len(outbox) == 1  # the welcome
 
 
-async def test_step_under_way_is_played_again_on_another_server():
+async def test_running_step_is_repeated_on_another_server():
     async with site() as fleet:
         first, second = await fleet.serve(Walk), await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=5)
@@ -248,7 +248,7 @@ async def test_batch_follows_sessions_that_moved():
             assert texts == [r["messages"][0]["content"] for r in expected[seed][1:]]
 
 
-async def test_batch_is_split_again_where_its_server_dies_before_it_is_sent():
+async def test_batch_is_split_again_if_its_server_dies_before_sending():
     async with site() as fleet:
         await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(4)]
@@ -267,7 +267,7 @@ async def test_batch_is_split_again_where_its_server_dies_before_it_is_sent():
         assert [json.loads(answer) for answer in whole] == answers
 
 
-async def test_batch_under_way_is_played_again_on_another_server():
+async def test_running_batch_is_repeated_on_another_server():
     async with site() as fleet:
         await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
@@ -497,7 +497,7 @@ async def test_without_resume_no_checkpoint_is_sent_and_adopt_is_rejected():
             await session.step(WALK)
 
 
-async def test_session_is_lost_where_no_server_has_room():
+async def test_session_is_lost_if_no_server_has_room():
     async with site() as fleet:
         dead = await fleet.serve(Walk)
         session = await fleet.client.open("walk")
@@ -540,8 +540,8 @@ async def test_step_that_kills_its_servers_is_not_repeated_forever():
         assert len(fleet.fleet.servers) == 2
 
 
-async def test_steps_that_may_kill_their_server_take_turns():
-    """After two deaths only one of them is under way, so that none is blamed for another."""
+async def test_steps_that_might_kill_their_server_take_turns():
+    """After two deaths only one of them runs at a time, so a death is never attributed to the wrong step."""
     async with site() as fleet:
         for _ in range(9):
             await fleet.serve(Walk)
@@ -560,13 +560,13 @@ async def test_steps_that_may_kill_their_server_take_turns():
 
 
 async def stick(site, server, *sessions):
-    """Kill a server whose watchdog names the sessions that it may be stuck in."""
+    """Kill a server after its watchdog has named the sessions in which it might be stuck."""
     await kill(server)
     await site.fleet.registry.routing.blame(server.pool.server_id, [one.session_id for one in sessions])
     await site.fleet.registry.lose(server.pool.server_id, "the test says so")
 
 
-async def test_session_that_its_server_was_stuck_in_is_lost_at_once():
+async def test_session_in_which_a_server_was_stuck_is_lost_immediately():
     async with site() as fleet:
         for _ in range(2):
             await fleet.serve(Walk)
@@ -597,7 +597,7 @@ async def test_no_death_counts_for_a_session_that_only_shared_the_stuck_server()
         assert [plain(await under_way)] == await undisturbed(4, 1)
 
 
-async def test_what_a_controller_remembers_of_lost_servers_is_bounded(monkeypatch):
+async def test_memory_of_lost_servers_in_a_controller_is_bounded(monkeypatch):
     monkeypatch.setattr(registry, "MAX_REMEMBERED", 3)
     async with site() as fleet:
         known = fleet.fleet.registry
@@ -611,7 +611,7 @@ async def test_what_a_controller_remembers_of_lost_servers_is_bounded(monkeypatc
         assert await known.is_lost("server9")
 
 
-async def test_steps_of_a_task_that_got_a_server_stuck_are_spread_over_the_servers():
+async def test_steps_of_a_task_that_blocked_a_server_are_spread_over_the_servers():
     async with site(queue_s=30.0) as fleet:
         stuck = await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
@@ -629,7 +629,7 @@ async def test_steps_of_a_task_that_got_a_server_stuck_are_spread_over_the_serve
         assert [[plain(one)] for one in outcomes[1:]] == [await undisturbed(seed, 1) for seed in (1, 2)]
 
 
-async def test_sessions_of_which_one_got_a_server_stuck_take_turns_at_once():
+async def test_sessions_suspected_of_a_stuck_server_take_turns_immediately():
     async with site() as fleet:
         await fleet.serve(Walk)
         sessions = [await fleet.client.open("walk", seed=seed) for seed in range(3)]
@@ -638,7 +638,7 @@ async def test_sessions_of_which_one_got_a_server_stuck_take_turns_at_once():
         steps = [asyncio.create_task(session.step(ToolCall.of("wait"))) for session in sessions]
         await until(lambda: len(Walk.started) == 3)
         await stick(fleet, holder(fleet, sessions[0]), *sessions[:2])
-        await until(lambda: len(Walk.started) == 5)  # the third one, and one of the two
+        await until(lambda: len(Walk.started) == 5)  # the third session, and one of the two
         await asyncio.sleep(0.3)
         assert len(Walk.started) == 5
         Walk.gate.set()
@@ -654,11 +654,11 @@ async def test_idle_session_survives_any_number_of_dead_servers():
         first = plain(await session.step(WALK))
         for _ in range(4):
             await die(fleet, holder(fleet, session))
-            await fleet.client.resume(session.session_id)  # moves it; no step is under way
+            await fleet.client.resume(session.session_id)  # moves it while no step is running
         assert [first, plain(await session.step(WALK))] == await undisturbed(4, 2)
 
 
-async def test_session_is_lost_where_restore_fails():
+async def test_session_is_lost_if_restore_fails():
     async with site() as fleet:
         dead = await fleet.serve(Fragile)
         session = await fleet.client.open("fragile")
@@ -703,7 +703,7 @@ async def test_agent_token_is_valid_after_failover():
             assert (await theirs.step(WALK)).seq == 1
 
 
-async def test_returning_server_may_adopt_its_former_session():
+async def test_returning_server_can_adopt_its_former_session():
     async with site() as fleet:
         server = await fleet.serve(Walk)
         session = await fleet.client.open("walk", seed=7)
@@ -762,7 +762,7 @@ async def by_expert(session):
         yield await session.step(await session.expert())
 
 
-async def test_task_may_have_another_folder_on_the_other_server(tmp_path):
+async def test_task_can_have_another_folder_on_the_other_server(tmp_path):
     code = (
         "from dataclasses import dataclass\nfrom agentrl_env import Environment, tool\n"
         + inspect.getsource(Spot)
@@ -824,7 +824,7 @@ async def test_open_sessions_of_a_stopped_server_continue_on_others():
 
 
 class Pair:
-    """Two controllers of one fleet with one Redis, and servers linked to both."""
+    """Two controllers of a fleet with one Redis, and servers linked to both."""
 
     def __init__(self, redis: RedisServer, servers: int, **options) -> None:
         self._number, self.servers = servers, []
@@ -907,7 +907,7 @@ async def test_answers_of_a_server_after_its_loss_are_discarded(redis):
         await session.step(WALK)
         given_up, other = pair.server_of(session), pair.fleets[1]
         (there,) = (s for s in pair.servers if s is not given_up)
-        await other.registry.stop()  # it does not notice
+        await other.registry.stop()  # the server does not notice
         under_way = asyncio.create_task(
             pair.clients[1].backend.step(session.session_id, 2, Message.assistant(None, ToolCall.of("wait")))
         )
@@ -955,7 +955,7 @@ async def test_state_unavailable_is_raised_while_redis_is_down(redis, monkeypatc
 
 @contextlib.contextmanager
 def process(*arguments: str):
-    """Run ``agentrl-env``; its first line announces that it is ready."""
+    """Run ``agentrl-env``. Its first line announces that it is ready."""
     command = [sys.executable, "-m", "agentrl_env", *arguments]
     environ = {**os.environ, "AGENTRL_TOKEN": "t"}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)

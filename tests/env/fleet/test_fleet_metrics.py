@@ -1,4 +1,4 @@
-"""Metrics of a controller: what its servers count, added up."""
+"""Metrics of a controller: the sums over its servers."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tests.env.tasks import Clock, Guess, Quick, until
 
 
 async def scrape(url, token=None):
-    """Return every sample by its name and labels, in order of their names."""
+    """Return every sample by name and labels, ordered by name."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=60) as http:
         answer = await http.get(f"{url}/metrics")
@@ -87,7 +87,7 @@ async def test_one_server_counts_success_and_reward_by_task():
 
 async def test_controller_exports_the_sums_of_its_servers():
     async with Site() as site:
-        for _ in range(2):  # they listen on no address
+        for _ in range(2):  # they do not listen on an address
             await site.serve(Quick)
         held = [await site.client.open("quick") for _ in range(4)]
         for session in held:
@@ -109,7 +109,7 @@ async def test_controller_exports_the_sums_of_its_servers():
         assert [server.steps for server in fleet.servers] == [6, 6]
 
 
-async def test_no_count_falls_or_doubles_where_a_server_is_replaced():
+async def test_no_count_falls_or_doubles_when_a_server_is_replaced():
     async with Site(lost_after_s=60.0) as site:
         first = await site.serve(Quick)
         await play(await site.client.open("quick"))
@@ -119,7 +119,7 @@ async def test_no_count_falls_or_doubles_where_a_server_is_replaced():
         await site.fleet.registry.lose(first.pool.server_id, "no heartbeat")
         assert (await whole(site.controller.url, "secret", 1)) is not None
         assert (await scrape(site.controller.url, "secret"))["agentrl_fleet_servers_lost",] >= 1
-        await first._links.start()  # it was away for too long, and comes back under another id
+        await first._links.start()  # it was away for too long and returns with another id
         await until(lambda: len(site.fleet.servers) == 1)
         assert first.metrics.counts().source == source
         await site.serve(Quick)
@@ -127,11 +127,13 @@ async def test_no_count_falls_or_doubles_where_a_server_is_replaced():
             await play(await site.client.open("quick"))
         after = await whole(site.controller.url, "secret", 3)
         counted = [key for key in before if key[0].endswith(("_total", "_count", "_bucket"))]
-        counted = [key for key in counted if not key[0].startswith("agentrl_server_")]  # go with their server
+        counted = [
+            key for key in counted if not key[0].startswith("agentrl_server_")
+        ]  # disappear with their server
         assert all(after[key] >= before[key] for key in counted)
 
 
-async def test_counts_are_whole_at_a_controller_that_starts_later():
+async def test_counts_are_complete_on_a_controller_that_starts_later():
     async with Site() as site:
         later = ControllerServer(FleetService(), port=0, token="secret")
         await site.serve(Quick, controllers=[later.url])
@@ -144,7 +146,7 @@ async def test_counts_are_whole_at_a_controller_that_starts_later():
 
 
 @pytest.mark.slow
-async def test_workers_are_whole_behind_their_address_though_one_is_killed():
+async def test_counts_of_workers_stay_complete_if_one_is_killed():
     with serving("--workers", "2", "--drain", "0") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:
             found = await workers_of(client)  # four steps
@@ -152,7 +154,7 @@ async def test_workers_are_whole_behind_their_address_though_one_is_killed():
             await scraped_until(url, None, (key, 4))
             dead = next(iter(found))
             os.kill(dead, signal.SIGKILL)
-            # The replacement serves; no count has fallen.
+            # The replacement serves, and no count has fallen.
             await scraped_until(url, None, (key, 4), (("agentrl_fleet_servers_lost",), 1))
             await scraped_until(url, None, (key, 4), (("agentrl_fleet_servers",), 2))
             assert await ask(await client.open("process", wait=20)) != dead
@@ -165,7 +167,7 @@ def hello(*tasks):
     return Hello(server_id="a", tasks=tasks, capacity=4)
 
 
-async def test_false_reports_change_nothing_but_the_own_tasks():
+async def test_false_reports_affect_only_the_reporters_own_tasks():
     server = EnvServer([Quick], port=0, drain_s=0.0)
     (task,) = (await server.pool.tasks()).tasks
     await server.stop()
@@ -181,7 +183,7 @@ async def test_false_reports_change_nothing_but_the_own_tasks():
         tools={"quick": {"gain": calls, "x" * 1000: calls}, "other": {"gain": calls}},
         step_seconds=calls,
     )
-    tell(tasks={"quick": TaskCounts(steps=3)}, step_seconds=Durations())  # it falls
+    tell(tasks={"quick": TaskCounts(steps=3)}, step_seconds=Durations())  # it decreases
     tell(tasks={"quick": TaskCounts(steps=3)}, step_seconds=Durations(buckets=(1, 2), seconds=9.0))
     for number in range(3):
         tell(str(number), tasks={"quick": TaskCounts(opened=2**53, reward=1e300)})
@@ -212,7 +214,7 @@ async def test_lost_server_is_listed_for_ten_minutes():
         assert (await site.fleet.fleet()).lost == ()
 
 
-async def test_server_that_is_stopped_in_order_is_not_lost_and_tells_its_last_counts():
+async def test_server_that_stops_cleanly_is_not_lost_and_reports_its_last_counts():
     async with Site() as site:
         server = await site.serve(Quick)
         await play(await site.client.open("quick"))

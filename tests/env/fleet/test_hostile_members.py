@@ -1,4 +1,4 @@
-"""Members of a fleet that never answer, or answer garbage; controllers with a wrong clock."""
+"""Fleet members that never answer or answer garbage, and controllers with a wrong clock."""
 
 import asyncio
 import json
@@ -37,11 +37,11 @@ OPENED = SessionInfo(session_id="evil.1", task="quick", sample=TaskSample(task="
 
 @asynccontextmanager
 async def member(site, answer):
-    """Join the fleet with much room, so that every opening comes here first.
+    """Join the fleet with a large capacity, so that every opening comes here first.
 
     Args:
         site: the fleet.
-        answer: returns the frame that answers a call, or None.
+        answer: returns the answer frame for a call, or None.
     """
     headers = {"authorization": f"Bearer {link_token('secret')}"}
     url = site.controller.url.replace("http", "ws", 1) + "/v1/link"
@@ -81,17 +81,17 @@ def result(call, body):
     return f'{{"id":{call["id"]},"result":{body}}}'
 
 
-async def test_member_that_never_answers_is_put_aside_and_its_openings_go_elsewhere():
+async def test_silent_member_is_excluded_and_its_openings_go_elsewhere():
     async with Site(queue_s=30.0, lost_after_s=1.0) as site, member(site, lambda call: None) as calls:
         server = await site.serve(Quick)
         session = await site.client.open("quick")
         assert session.session_id.startswith(server.pool.server_id)
         assert members(site) == {server.pool.server_id}
         assert calls[0] == "open"
-        assert "fleet" in calls  # it was asked whether it answers at all
+        assert "fleet" in calls  # a probe call
 
 
-async def test_member_that_never_answers_leaves_the_list_of_sessions_to_others():
+async def test_list_of_sessions_omits_a_silent_member():
     async with Site(lost_after_s=60.0) as site:
         await site.serve(Quick)
         session = await site.client.open("quick")
@@ -116,7 +116,7 @@ async def test_slow_calls_of_a_member_that_answers_are_waited_for():
 
 
 @pytest.mark.parametrize("body", [*NOT_ANSWERS, OPENED.replace("evil.1", "other.1")])
-async def test_opening_answered_with_garbage_is_made_elsewhere(body):
+async def test_opening_answered_with_garbage_is_retried_elsewhere(body):
     async with Site(queue_s=30.0) as site, member(site, lambda call: result(call, body)) as calls:
         server = await site.serve(Quick)
         session = await site.client.open("quick")
@@ -126,7 +126,7 @@ async def test_opening_answered_with_garbage_is_made_elsewhere(body):
 
 
 @pytest.mark.parametrize("frame", ["garbage", '{"id":1,"error":3}', '{"id":1,"result":', '{"id":1,"error":{'])
-async def test_malformed_frame_puts_a_member_aside(frame):
+async def test_malformed_frame_excludes_a_member(frame):
     async with Site(queue_s=30.0) as site, member(site, lambda call: frame):
         server = await site.serve(Quick)
         session = await site.client.open("quick")
@@ -190,7 +190,7 @@ async def test_batch_answered_with_garbage_loses_no_other_step(body):
         assert gone["error"]["type"] == "session_lost"
 
 
-def test_error_with_odd_details_is_typed():
+def test_error_with_odd_details_has_a_type():
     said = {"type": "server_full", "message": "x", "retry_after": "soon", "self": 1, "status": "odd"}
     error = from_wire({"error": said})
     assert isinstance(error, ServerFull)

@@ -142,7 +142,7 @@ async def test_wait_for_a_place_times_out():
 
 @given(st.lists(st.tuples(st.sampled_from("tre"), st.integers(0, 3)), max_size=60))
 def test_reservations_never_exceed_the_capacity(moves):
-    """Counts are correct after any order of taking (t), releasing (r) and ending (e)."""
+    """Counts are correct for any order of take (t), release (r) and end (e)."""
 
     async def run() -> None:
         servers = [remote("a", capacity=2), remote("b", capacity=1)]

@@ -1,4 +1,4 @@
-"""The store of a fleet: the same tests for the store in memory and for a real Redis."""
+"""The store of a fleet, in memory and in a real Redis."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ async def test_first_claim_of_an_opening_wins(store):
 
 
 @pytest.mark.parametrize("error", [None, OSError("closed")])
-async def test_cancellation_ends_a_call_even_where_the_client_drops_it(redis, monkeypatch, error):
+async def test_cancellation_ends_a_call_even_if_the_client_drops_it(redis, monkeypatch, error):
     sent = asyncio.Event()
 
     async def drops_cancellation(self, name):
@@ -288,7 +288,7 @@ async def test_hanging_redis_times_out(redis, monkeypatch):
 
 
 class Pair:
-    """Two controllers of one fleet with one Redis, and a server linked to both."""
+    """Two controllers of a fleet with one Redis, and a server linked to both."""
 
     def __init__(self, redis: RedisServer, clock: Clock) -> None:
         self.controllers = [

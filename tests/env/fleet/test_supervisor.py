@@ -86,13 +86,13 @@ async def ask(session):
 
 
 async def ask_until_error(session):
-    """Ask until a step fails: it may take a moment until a death is noticed."""
+    """Repeat a step until it fails, because detecting a death can take a moment."""
     while True:
         await ask(session)
 
 
 async def workers_of(client):
-    """Open a session on every worker; return them by pid."""
+    """Open a session on every worker. Return them by pid."""
     sessions = [await client.open("process", wait=60) for _ in range(4)]
     found = {await ask(session): session for session in sessions}
     assert len(found) == 2
@@ -128,7 +128,7 @@ async def test_sessions_of_a_killed_worker_resume_even_if_the_others_are_full():
             assert len(set(pids)) == 2
             for session in sessions:
                 assert said(await session.step(ToolCall.of("add"))) == "1"
-            os.kill(pids[0], signal.SIGKILL)  # the other worker is full: a new one must start
+            os.kill(pids[0], signal.SIGKILL)  # the other worker is full, so a new worker must start
             seconds = await asyncio.gather(*(session.step(ToolCall.of("add")) for session in sessions))
             assert [said(second) for second in seconds] == ["2"] * 4
             assert pids[0] not in [await ask(session) for session in sessions]

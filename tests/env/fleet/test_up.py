@@ -59,7 +59,7 @@ def start(tmp_path, text=FILE):
 
 @pytest.fixture
 def fleet(tmp_path):
-    """Run ``agentrl-env up``; yield its process, address and log, and verify that no server is left."""
+    """Run ``agentrl-env up``. Yield its process, address and log, and verify that no server remains."""
     file = tmp_path / "fleet.toml"
     file.write_text(FILE)
     log = tmp_path / "log"
@@ -97,14 +97,14 @@ async def test_dead_server_is_restarted_and_roll_loses_no_session(fleet):
         notice = r"(?m)^\d{4}-\d\d-\d\dT[\d:]{8}[+-]\d{4} SIGHUP: reading the fleet's file again$"
         assert re.search(notice, log.read_text())
         assert log.read_text().count("was replaced") == 2
-        await session.step(ToolCall.of("guess", n=0))  # on its server, however long it takes
+        await session.step(ToolCall.of("guess", n=0))  # on its server, no matter how long it takes
         await session.close()
         await asyncio.to_thread(until, lambda: not before & servers(process.pid), "the old servers end")
         assert len(servers(process.pid)) == 2
         await (await client.open("guess")).close()
 
 
-async def test_reload_scales_and_replaces_servers_while_their_sessions_go_on(tmp_path):
+async def test_reload_scales_and_replaces_servers_while_their_sessions_continue(tmp_path):
     guess = TaskConfig(name="guess", target=f"{TASKS}:Guess", replicas=1, drain=0.0)
     config = FleetConfig(controller=ControllerConfig(port=0), tasks=(guess,))
     reports = []
@@ -125,7 +125,7 @@ async def test_reload_scales_and_replaces_servers_while_their_sessions_go_on(tmp
             second = await client.open("guess")
             assert second.session_id.partition(".")[0] != first.session_id.partition(".")[0]
             await fleet.reload(changed(replicas=2, max_sessions=7))
-            assert capacities() == [7, 7, 256, 256]  # the old ones stay until their sessions have ended
+            assert capacities() == [7, 7, 256, 256]  # old servers stay until their sessions have ended
             await fleet.reload(changed(replicas=1, max_sessions=7))
             assert "the previous server of guess 0 finishes 1 sessions" in reports
             for seq in (1, 2):

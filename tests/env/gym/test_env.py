@@ -254,7 +254,7 @@ class Talk(Guess):
     ],
     ids=repr,
 )
-def test_malformed_dict_is_an_invalid_call_and_no_text(action):
+def test_malformed_dict_is_an_invalid_call_and_not_text(action):
     with contextlib.closing(Talk.gym()) as env:
         env.reset(seed=1)
         assert env.step({"role": "assistant", "content": ""})[4]["metrics"]["invalid_calls"] == 0.0
@@ -358,7 +358,7 @@ def test_pickled_environment_works_before_and_after_use(used, env, server):
     remote.close()
 
 
-def test_forked_process_makes_its_own_connection(server):
+def test_forked_process_opens_its_own_connection(server):
     code = f"""
 import os, sys, warnings
 warnings.simplefilter("error")

@@ -98,7 +98,7 @@ def call(n):
 
 
 def assert_same(left, right):
-    """Assert that two results are equal, types of arrays included."""
+    """Assert that two results are equal, including array types."""
     assert type(left) is type(right)
     if isinstance(left, dict):
         assert left.keys() == right.keys()
@@ -123,7 +123,7 @@ def server():
 
 @pytest.fixture
 def make():
-    """Return a factory of vector environments, which are closed after the test."""
+    """Return a factory of vector environments that are closed after the test."""
     made = []
 
     def make(num_envs=3, environment=Pick, **options):
@@ -138,7 +138,7 @@ def make():
 
 
 class Pairs:
-    """For each number and mode, a GymVectorEnv beside Gymnasium's SyncVectorEnv of GymEnvs."""
+    """For each number and mode, a GymVectorEnv and an equivalent SyncVectorEnv of GymEnvs."""
 
     def __init__(self, **where):
         self._where = where
@@ -390,7 +390,7 @@ def test_invalid_seeds_are_rejected_without_effect(seed, make):
 # Reset options
 
 
-def test_reset_mask_resets_only_those(make):
+def test_reset_mask_resets_only_the_masked_environments(make):
     env = make(3)
     env.reset(seed=0)
     before, *_ = env.step([call(0)] * 3)
@@ -520,7 +520,7 @@ def assert_failed(results, i, kind):
     assert isinstance(infos["error"][i], kind)
 
 
-def test_action_of_another_type_raises_type_error_and_steps_none(make):
+def test_action_of_another_type_raises_type_error_and_steps_no_environment(make):
     env = make(2)
     before, _ = env.reset(seed=0)
     for wrong in (None, 5, ("pick", {"n": 0})):
@@ -799,7 +799,7 @@ def test_pickled_environment_works_before_and_after_use(used, server, make):
     copy.close()
 
 
-def test_forked_process_makes_its_own_connection(server):
+def test_forked_process_opens_its_own_connection(server):
     code = f"""
 import os, warnings
 warnings.simplefilter("error")

@@ -45,7 +45,7 @@ def test_equal_files_make_equal_contexts(folder):
     assert context(folder)[1].getvalue() == first
 
 
-def test_ignored_files_are_left_out(folder):
+def test_ignored_files_are_omitted(folder):
     for name in (
         ".git/config",
         ".venv/bin/python",
@@ -116,7 +116,7 @@ def test_missing_target_is_rejected(target):
         TaskFiles.of(target)
 
 
-def test_wheel_installs_and_the_one_without_files_has_the_same_metadata(tmp_path):
+def test_wheel_installs_and_its_version_without_files_has_the_same_metadata(tmp_path):
     wheel = tmp_path / wheel_name()
     wheel.write_bytes(make_wheel(files=True))
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]

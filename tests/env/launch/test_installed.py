@@ -34,7 +34,7 @@ class Riddle(Environment):
 
 @pytest.fixture
 def publish(tmp_path, monkeypatch):
-    """Return a function that installs a package with one task, as pip would leave it on the disk."""
+    """Return a function that installs a package with one task in pip's layout."""
     place = tmp_path / "site-packages"
     monkeypatch.syspath_prepend(place)
 
@@ -70,10 +70,10 @@ def test_name_of_an_installed_task_is_a_target(publish, tmp_path):
     assert resolve_target(tmp_path, "riddle") == "riddles.riddle.environment:Riddle"
 
 
-def test_folder_of_a_task_wins_over_an_installed_task_of_the_same_name(publish, tmp_path, monkeypatch):
+def test_folder_takes_precedence_over_an_installed_task_of_the_same_name(publish, tmp_path, monkeypatch):
     publish("riddles")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "riddle").mkdir()  # a folder without a task, such as that of a run
+    (tmp_path / "riddle").mkdir()  # a folder without a task, such as the folder of a run
     assert installed_task("riddle") is not None
     (tmp_path / "riddle" / "environment.py").write_text(SOURCE)
     assert installed_task("riddle") is None
@@ -81,7 +81,7 @@ def test_folder_of_a_task_wins_over_an_installed_task_of_the_same_name(publish, 
     assert resolve_target(tmp_path, "riddle") == str(tmp_path / "riddle")
 
 
-def test_name_that_two_packages_publish_is_ambiguous(publish):
+def test_name_published_by_two_packages_is_ambiguous(publish):
     publish("riddles")
     publish("puzzles")
     with pytest.raises(TargetError, match=r"write puzzles\.riddle.*\(puzzles 2\.1\) or riddles\.riddle"):

@@ -58,7 +58,7 @@ async def hello(url, token):
 
 @pytest.fixture(scope="module")
 def running():
-    """Return a server that several tests find running."""
+    """Return a running server shared by several tests."""
     with ServerProcess(TARGET) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""Process identities, and sizes as text."""
+"""Process identities and sizes given as text."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from agentrl_env.sandbox.orphans import is_dead, process_identity
 from agentrl_env.sandbox.sandbox import parse_size
 
 
-def test_identity_tells_whether_its_process_lives():
+def test_identity_shows_if_its_process_is_alive():
     assert is_dead(process_identity()) is False
     with subprocess.Popen(["sleep", "60"]) as process:
         identity = process_identity(process.pid)

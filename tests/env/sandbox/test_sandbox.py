@@ -188,7 +188,7 @@ class TestLimits:
 
     def test_memory_of_all_processes_is_limited_together(self, own):
         if not cgroups.find():
-            pytest.skip("no cgroups can be created here: the memory limit is per process")
+            pytest.skip("cannot create cgroups, so the memory limit is per process")
         hog = "python3 -c 'import time; x = bytearray(20 << 20); time.sleep(100)'"
         done = own.run(f"for i in 1 2 3 4 5 6 7 8; do {hog} & done; wait -n; echo $?")
         assert done.killed_by == "memory"
@@ -205,7 +205,7 @@ class TestLimits:
             pytest.skip("no cgroups can be created here")
         done = own.run("echo 0 >/proc/self/oom_score_adj; cat /proc/self/oom_score_adj /proc/1/oom_score_adj")
         assert (done.stdout, "Read-only" in done.stderr) == ("1000\n0\n", True)
-        # Memory of the kernel that counts for no process, held by processes smaller than the supervisor.
+        # Kernel memory that is charged to no process, held by processes smaller than the supervisor.
         holder = (
             "import os, socket\nos.system('echo 0 2>/dev/null >/proc/%d/oom_score_adj' % os.getpid())\n"
             "while os.fork() == 0: pass\npairs = []\n"
@@ -249,7 +249,7 @@ class TestLimits:
 
 
 STANDARD = ("boot", "media", "mnt", "opt", "root", "run", "srv", "sys", "var")
-"""Folders of the root that every Linux machine has and commands can write."""
+"""Top-level folders of every Linux machine that commands can write."""
 
 
 @needs_bubblewrap
@@ -266,7 +266,7 @@ class TestIsolation:
             other.restore(own.snapshot())
             assert other.run(f"cat /{folder}/new/file").stdout == "mine\n"
 
-    def test_a_file_has_one_path_and_the_layers_have_none(self, own):
+    def test_file_has_one_path_and_layers_are_hidden(self, own):
         for path in (
             "here.marker",
             "/var/there.marker",
@@ -275,7 +275,7 @@ class TestIsolation:
         ):
             own.write(path, "x")
         search = "find / -name '*.marker' 2>/dev/null | LC_ALL=C sort"
-        found = own.run(search, timeout=300.0).stdout.split()  # a cold disk takes its time
+        found = own.run(search, timeout=300.0).stdout.split()  # a cold disk is slow
         assert found == [
             "/dev/shm/shared.marker",
             f"{HOME}/here.marker",
@@ -550,10 +550,10 @@ box.run("sleep 1000", timeout=1000)
 
 
 @needs_bubblewrap
-def test_sandbox_that_its_commands_ended_for_memory_gives_results_and_no_failure(own):
+def test_sandbox_killed_for_memory_by_its_commands_returns_results_and_no_failure(own):
     own.write("x", "1")
     supervisor = max(processes(own) - {own._process.pid})
-    own._oom_kills = -1  # as if the kernel had killed one more process of the group
+    own._oom_kills = -1  # simulates another process of the group killed by the kernel
     os.kill(supervisor, 9)
     if not cgroups.find():
         pytest.skip("no cgroups can be created here")
@@ -571,10 +571,10 @@ def test_sandbox_that_its_commands_ended_for_memory_gives_results_and_no_failure
 
 
 def as_ordinary_user(code, cwd=None, **environment):
-    """Run code as a user who may not create cgroups; return the finished process."""
+    """Run code as a user without permission to create cgroups. Return the finished process."""
     if os.geteuid() != 0:
-        pytest.skip("only root can become a user without cgroups")
-    # Import before dropping privileges: an ordinary user may not be able to read root's Python.
+        pytest.skip("only root can switch to a user without cgroups")
+    # Import before dropping privileges, because an ordinary user might not be able to read root's Python.
     before = "import logging, os, sys, agentrl_env.sandbox.bubblewrap, numpy.random\n"
     before += "os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
     before += "from agentrl_env.sandbox import *\nfrom agentrl_env.sandbox import cgroups\n"
@@ -590,7 +590,7 @@ def as_ordinary_user(code, cwd=None, **environment):
 
 
 @needs_bubblewrap
-def test_without_cgroups_a_sandbox_fails_with_the_remedies():
+def test_sandbox_without_cgroups_fails_with_the_remedies():
     done = as_ordinary_user("open_sandbox()")
     assert "SandboxFailed: this process may not create cgroups" in done.stderr
     for remedy in ("as root", "systemd-run --user --scope", "limits='best_effort'", "AGENTRL_SANDBOX_LIMITS"):
@@ -606,7 +606,7 @@ def test_without_cgroups_a_sandbox_fails_with_the_remedies():
         ("", {"AGENTRL_ALLOW_UNSAFE_SANDBOX": "1"}),
     ],
 )
-def test_best_effort_limits_are_chosen_and_announced_once(options, environment):
+def test_best_effort_limits_are_opt_in_and_logged_once(options, environment):
     code = f"for _ in range(3): open_sandbox({options}).close()\n"
     code += f"print(open_sandbox({options}).run('id -u').stdout)"
     done = as_ordinary_user(code, **environment)
@@ -735,7 +735,9 @@ class TestUnsafe:
             late = "(until [ -e go ]; do sleep 0.02; done; echo late >x) >/dev/null 2>&1 &"
             assert box.run(late).code == 0
             assert box.run("touch go; until [ -s x ]; do sleep 0.02; done; cat x").stdout == "late\n"
-            until(lambda: box.run("true").code == 0 and len(box._running) == 1)  # only the first is left
+            until(
+                lambda: box.run("true").code == 0 and len(box._running) == 1
+            )  # only the first process remains
         until(lambda: not alive(int(started.stdout)))
 
     def test_commands_run_in_a_temporary_folder(self, box):
@@ -838,7 +840,7 @@ def test_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path):
     assert cgroups._delegated(own, tmp_path) == {}
 
 
-def test_resource_names_tell_whether_their_owner_lives():
+def test_resource_names_show_if_their_owner_is_alive():
     name = resource_name()
     assert not is_orphan(name)
     prefix, pid, began, rest = name.rsplit("-", 3)

@@ -1,4 +1,4 @@
-"""Agent tokens: signed with a random key, of limited lifetime, and revocable; shared by a fleet."""
+"""Agent tokens are signed with a random key, expire, can be revoked, and are shared by a fleet."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def renewed(url, session, token=TOKEN):
 
 
 async def test_operator_token_cannot_be_guessed_from_an_agent_token():
-    """The dictionary attack that found T0K in 0.16 s: no guess reproduces the MAC."""
+    """No guess of a dictionary attack reproduces the MAC. It once found T0K in 0.16 s."""
     async with serving() as (_, operator):
         token = (await operator.open("quick")).agent_token
     text, _, mac = token.removeprefix("agent.").rpartition(".")
@@ -126,7 +126,7 @@ async def test_lifetime_is_a_limit_of_the_server():
         )
 
 
-async def test_renewed_token_replaces_those_before():
+async def test_renewed_token_replaces_earlier_tokens():
     async with serving() as (server, operator):
         session, other = await operator.open("quick"), await operator.open("quick")
         code, answer = await renewed(server.url, session)
@@ -143,7 +143,7 @@ async def test_renewed_token_replaces_those_before():
         assert (code, answer["error"]["type"]) == (404, UnknownSession.type)
 
 
-async def test_operator_revokes_all_tokens_of_an_agent_and_its_session_goes_on():
+async def test_operator_can_revoke_all_tokens_of_an_agent_and_its_session_continues():
     async with serving() as (server, operator):
         session, other = await operator.open("quick"), await operator.open("quick")
         own = f"{server.url}/v1/sessions/{session.session_id}/token"
@@ -186,7 +186,7 @@ async def test_open_websocket_of_an_agent_ends_with_its_token():
             assert json.loads(await agent.recv())["error"]["type"] == "unauthorized"
 
 
-async def test_server_without_a_token_has_none_to_renew():
+async def test_server_without_a_token_cannot_renew_tokens():
     async with serving(token=None) as (server, operator):
         code, answer = await renewed(server.url, await operator.open("quick"))
         assert (code, answer["error"]["type"]) == (501, NotSupported.type)
@@ -206,7 +206,7 @@ async def test_controllers_of_a_fleet_accept_and_revoke_each_others_tokens(redis
         assert (await status(there, session, session.agent_token))[0] == 401
         kept = await site.fleet.store.agent_key("another")
         with_key_only = AgentTokens("guess")
-        with_key_only._use(kept)  # a reader of Redis
+        with_key_only._use(kept)  # an attacker who can read Redis
         assert site.controller._tokens.read(with_key_only.issue(session.session_id)) is None
 
 
@@ -220,7 +220,7 @@ async def test_revocations_expire_in_redis_and_malformed_ones_are_removed(redis)
     await store.aclose()
 
 
-async def test_key_may_come_from_the_environment(monkeypatch):
+async def test_key_can_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(AGENT_KEY, "0123456789abcdef")
     session_id = AgentTokens(TOKEN).read(AgentTokens(TOKEN).issue("a.b")).session_id
     assert session_id == "a.b"  # as after a restart
@@ -232,7 +232,7 @@ async def test_key_may_come_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("token", "what"), [(None, "needs a token"), ("wrong", "does not accept this token")]
 )
-async def test_unauthorized_client_learns_how_to_give_a_token(monkeypatch, token, what):
+async def test_unauthorized_error_explains_how_to_give_a_token(monkeypatch, token, what):
     monkeypatch.delenv("AGENTRL_TOKEN", raising=False)
     async with serving() as (server, _):
         for scheme in ("http", "ws"):
@@ -250,7 +250,7 @@ async def test_holder_of_the_link_token_cannot_take_the_id_of_another_server(key
     async with Site() as site:
         server = await site.serve(Quick)
         session = await site.client.open("quick")
-        await server._links.stop()  # its id is free on the controller, or not
+        await server._links.stop()  # the id is either free on the controller or taken
         headers = {"authorization": f"Bearer {server._links._token}"}
         hello = {
             "server_id": server.pool.server_id,

@@ -57,7 +57,7 @@ def error_of(answer):
     return answer.status_code, error["type"]
 
 
-async def test_health_and_metrics_endpoints(http):
+async def test_health_and_metrics_endpoints_answer(http):
     assert (await http.get("/health")).json() == {"status": "ok"}
     await opened(http)
     answer = await http.get("/metrics")
@@ -79,7 +79,7 @@ async def test_tasks_are_listed(http):
     assert task["tools"][0]["function"]["parameters"]["required"] == ["text"]
 
 
-async def test_session_over_http(http):
+async def test_session_is_played_over_http(http):
     info = await opened(http, index=2, seed=5)
     assert info["status"] == "running"
     assert info["messages"][0] == {"role": "system", "content": "Be quick."}
@@ -132,7 +132,7 @@ async def test_calls_without_an_id_are_named_by_their_position(http, ids, answer
     assert [message["tool_call_id"] for message in answer.json()["messages"]] == answered
 
 
-async def test_a_byte_order_mark_is_ignored_and_a_compressed_body_is_named(http):
+async def test_byte_order_mark_is_ignored_and_compressed_body_is_reported(http):
     mark = b"\xef\xbb\xbf"
     answer = await http.post("/v1/sessions", content=mark + b'{"sessions": [{"task": "quick"}]}')
     assert answer.status_code == 201
@@ -271,7 +271,7 @@ async def test_batch_with_wait_s_returns_early(serving):
     assert answer.json()["results"][0]["seq"] == 1
 
 
-async def test_expert_with_the_oracle_option(serving):
+async def test_expert_answers_with_the_oracle_option(serving):
     http = serving(oracle=True)
     assert (await http.get("/v1/tasks")).json()["tasks"][0]["capabilities"] == ["expert"]
     session_id = (await opened(http))["session_id"]
@@ -363,7 +363,7 @@ REQUESTS = st.one_of(
 
 
 def is_object(body: bytes) -> bool:
-    """Return whether a body is a JSON object, which may open a session with every default."""
+    """Return True if a body is a JSON object, which can open a session with defaults."""
     try:
         return isinstance(json.loads(body), dict)
     except ValueError:

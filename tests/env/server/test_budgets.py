@@ -1,4 +1,4 @@
-"""Budgets of a caller: bytes, unfinished requests, connections, loop time and history."""
+"""Budgets per caller: bytes, unfinished requests, connections, loop time and history."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Hog(Environment):
 def serving(serving):
     """Return a function that starts a server with limits."""
 
-    def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited: other load would use it up
+    def start(token=TOKEN, loop_share=1.0, **limits):  # unlimited, because other load would exhaust it
         chosen = Limits(loop_share=loop_share, **limits)
         return serving(Quick, Slow, Hog, Wordy, token=token, limits=chosen)
 
@@ -63,7 +63,7 @@ def serving(serving):
 
 @asynccontextmanager
 async def agents(server, number=2, task="quick"):
-    """Open sessions, and yield their ids and agent tokens."""
+    """Open sessions and yield their ids and agent tokens."""
     async with EnvClient.connect(server.url, token=TOKEN) as client:
         sessions = [await client.open(task) for _ in range(number)]
         yield [(one.session_id, one.agent_token) for one in sessions]
@@ -77,7 +77,7 @@ def step_head(agent, length, *, chunked=False):
 
 
 async def answer_of(peer):
-    """Return the status and the error of an answer, while the request may be unfinished."""
+    """Return the status and the error of an answer, even before the request is complete."""
     async with asyncio.timeout(30):
         head = await peer.reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -158,7 +158,7 @@ async def test_unfinished_websocket_message_times_out(serving):
                 assert closed.value.rcvd.code == CloseCode.POLICY_VIOLATION
 
 
-async def test_websocket_whose_messages_are_finished_has_no_deadline(serving):
+async def test_websocket_with_finished_messages_has_no_deadline(serving):
     server = await serving(body_s=1.0)
     async with agents(server, 1) as (agent,), socket_of(server, agent) as socket:
         frame = {"call": "step", "session_id": agent[0], "message": NOTE.wire()}
@@ -170,7 +170,7 @@ async def test_websocket_whose_messages_are_finished_has_no_deadline(serving):
 
 
 def begun(size):
-    """Return a WebSocket message that lacks its last bytes."""
+    """Return a WebSocket message without its last bytes."""
     return b"\x81\xff" + (size + 10).to_bytes(8, "big") + b"\x00\x00\x00\x00" + b" " * size
 
 
@@ -191,7 +191,7 @@ async def test_unfinished_websocket_messages_of_an_agent_are_bounded(serving):
         await until(lambda: server.metrics.held_bytes == server.metrics.unfinished == 0)
 
 
-async def test_messages_under_way_of_an_agent_are_bounded(serving):
+async def test_concurrent_messages_of_an_agent_are_bounded(serving):
     server = await serving(max_held_bytes=256 * KIB, max_message_chars=31 * KIB)
     async with agents(server, 1, "slow") as (agent,), socket_of(server, agent) as socket:
         call = Message.assistant("\u00e9" * 30 * KIB, ToolCall.of("wait")).wire()
@@ -206,7 +206,7 @@ async def test_messages_under_way_of_an_agent_are_bounded(serving):
         await until(lambda: server.metrics.held_bytes == 0)
 
 
-async def test_answers_that_a_slow_reader_does_not_take_count(serving):
+async def test_unread_answers_of_a_slow_reader_count(serving):
     server = await serving()
     async with agents(server, 2, "wordy") as (agent, other):
         call = Message.assistant(None, ToolCall.of("talk")).wire()
@@ -248,7 +248,7 @@ async def test_idle_connections_of_an_address_make_room_for_new_ones(serving):
     await until(lambda: server.metrics.connections == 0)
 
 
-async def test_connection_is_refused_where_all_others_of_its_address_are_in_use(serving):
+async def test_connection_is_refused_if_all_others_of_its_address_are_in_use(serving):
     server = await serving(token=None, max_connections=1)
     url = f"{server.url.replace('http', 'ws', 1)}/v1/ws"
     sockets = [await connect(url, proxy=None) for _ in range(16)]
@@ -276,7 +276,7 @@ async def test_websockets_of_an_agent_are_bounded(serving):
 
 
 @pytest.mark.parametrize("transport", ["http", "websocket"])
-async def test_agent_that_holds_the_event_loop_has_to_wait(serving, transport):
+async def test_agent_that_blocks_the_event_loop_has_to_wait(serving, transport):
     server = await serving(loop_share=0.001)
     hold = Message.assistant(None, ToolCall.of("hold"))
     async with agents(server, task="hog") as (greedy, other):
@@ -315,7 +315,7 @@ async def test_websocket_frame_is_measured_once(serving, monkeypatch):
         assert len(seen) == 1
 
 
-async def test_metrics_tell_what_is_in_use_and_what_was_refused(serving):
+async def test_metrics_report_usage_and_refusals(serving):
     server = await serving(max_unfinished=1)
     async with agents(server, 1) as (agent,):
         first = await Peer.connect(server, step_head(agent, 100_000))
@@ -386,7 +386,7 @@ def budgets():
     return Budgets(Limits(max_held_bytes=KIB, loop_share=0.1), Metrics(), clock=Clock())
 
 
-def test_budget_is_that_of_the_session_or_else_of_the_address(budgets):
+def test_budget_belongs_to_the_session_or_else_to_the_address(budgets):
     agent = budgets.of("a", ("10.0.0.1", 1))
     assert agent is budgets.of("a", ("10.0.0.2", 2))
     assert agent is not budgets.of("b", ("10.0.0.1", 1))
@@ -410,7 +410,7 @@ def test_one_request_of_the_largest_size_is_always_possible():
         budget.hold(limits.max_bytes(agent=session_id is not None))
 
 
-def test_loop_time_is_paid_off_at_the_share_of_the_caller(budgets):
+def test_loop_time_is_paid_off_at_the_callers_share(budgets):
     agent, clock = budgets.of("a", None), budgets.clock
     agent.charge(limits_module.HOLD_BURST_S)
     agent.admit()

@@ -149,9 +149,9 @@ async def test_lost_server_is_disconnected_and_rejoins_with_a_new_id(controller,
 
 
 async def test_outbox_of_a_server_that_does_not_read_is_bounded(controller):
-    """The server sends heartbeats, so that it is not lost; calls to it time out."""
+    """The server still sends heartbeats, so it is not lost, but calls to it time out."""
     watching = controller.fleet.registry
-    watching._lost_after_s = watching._stuck_after_s = 600.0  # a round may take long beside other load
+    watching._lost_after_s = watching._stuck_after_s = 600.0  # a round can be slow under other load
     async with linked(controller) as websocket:
         await websocket.send(hello())
         await websocket.recv()
@@ -165,7 +165,7 @@ async def test_outbox_of_a_server_that_does_not_read_is_bounded(controller):
                 answers = await asyncio.gather(*steps, return_exceptions=True)
             assert {type(answer) for answer in answers} == {CallTimeout}
             await websocket.send(beat())
-        probe = b'"probe":true'  # asks whether it answers at all
+        probe = b'"probe":true'  # a probe call
         await until(lambda: all(probe in call.frame for call in member._calls.values()))
         assert len(outbox) <= len(member._calls)
 
@@ -346,7 +346,7 @@ async def test_server_that_disconnects_before_being_notified_of_its_loss_logs_no
             return False
 
         monkeypatch.setattr(controller.fleet.registry, "join", refuse)
-        controller.fleet.registry._started = -1e9  # it does not wait for servers any more
+        controller.fleet.registry._started = -1e9  # past the wait for servers after its start
         hello = Hello(server_id="gone", tasks=(), capacity=1, sessions=())
         await socket.send(json.dumps({"hello": hello.model_dump(mode="json")}))
         await refused.wait()

@@ -163,11 +163,11 @@ async def chromium():
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(chromium):
-    """Open the page in a new profile; fail on script errors at the end."""
+    """Open the page in a new profile. Fails on script errors at the end."""
     contexts, broken = [], []
 
     def hear(message):
-        if "Failed to load resource" not in message.text:  # logged by Chromium for a 401 and the like
+        if "Failed to load resource" not in message.text:  # Chromium logs HTTP errors such as 401
             broken.append(message.text)
 
     async def visit(server, fragment="#/", **options):
@@ -213,7 +213,7 @@ async def step(server, session_id, seq, name="look", text=None, **arguments):
 
 
 async def look_again(page):
-    """Make the page poll immediately, as it does when its tab becomes visible."""
+    """Make the page poll immediately, as if its tab became visible."""
     await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
@@ -448,7 +448,7 @@ async def test_nested_arguments_have_fields(visit):
         await call.click()  # the browser requires the nested number first
         await expect(line.get_by_label("order_id")).to_be_focused()
         await line.get_by_label("order_id").fill("7")
-        await call.click()  # the optional object, with its required field, is left out
+        await call.click()  # omits the optional object with its required field
         await expect(log).to_contain_text(
             '[{"order_id": 7, "reason": "damaged", "express": false}, null, null]'
         )
@@ -580,7 +580,7 @@ async def test_controller_shows_its_fleet_and_sessions(visit):
         await controller.stop()
 
 
-async def test_lost_server_stays_in_sight_and_results_are_shown(visit):
+async def test_lost_server_stays_visible_and_results_are_shown(visit):
     controller = ControllerServer(FleetService(queue_s=0.0), port=0)
     await controller.start()
     here, gone = [
@@ -619,7 +619,7 @@ async def test_lost_server_stays_in_sight_and_results_are_shown(visit):
         await expect(card).to_contain_text("Broken2")
         card = page.get_by_role("article").filter(has=page.get_by_role("heading", name="support"))
         await expect(card).to_contain_text("Broken1")
-        await expect(figures).to_contain_text(re.compile(r"Steps/s\d"))  # the second look knows
+        await expect(figures).to_contain_text(re.compile(r"Steps/s\d"))  # the second measurement has them
         narrow = await visit(controller, viewport={"width": 390, "height": 800})
         reason = narrow.get_by_text("no heartbeat for 5 s")
         await expect(reason).to_be_visible()
@@ -650,7 +650,7 @@ async def test_curves_show_the_last_hour(server, visit, monkeypatch):
         FleetPoint(
             time=1000.0 + 60 * minute,
             open=minute,
-            steps=0 if minute == 20 else 600 * minute,  # of another process, which counts from zero
+            steps=0 if minute == 20 else 600 * minute,  # from another process that counts from zero
             scored=10 * minute,
             succeeded=4 * minute,
         )
@@ -694,7 +694,7 @@ async def test_unknown_address_shows_the_overview(server, visit, view):
     await expect(page.get_by_role("alert")).to_be_hidden()
 
 
-async def test_every_column_of_the_sessions_is_on_a_narrow_screen(visit):
+async def test_narrow_screen_shows_every_session_column(visit):
     async with serving(Trove, Labyrinth, Support) as server:
         await opened(server, Labyrinth.name)
         await step(server, await opened(server, "support"), 1, "crash")
@@ -715,7 +715,7 @@ async def test_every_column_of_the_sessions_is_on_a_narrow_screen(visit):
             assert box["x"] + box["width"] <= frame["x"] + frame["width"]
 
 
-async def test_unknown_session_has_a_sentence_and_no_empty_transcript(server, visit):
+async def test_unknown_session_shows_a_message_and_no_transcript(server, visit):
     page = await visit(server, "#/session/nope")
     await expect(page.get_by_role("status").filter(has_text="No such session")).to_be_visible()
     await expect(page.locator(".log")).to_be_hidden()
@@ -788,7 +788,7 @@ async def look_at_every_view(server, visit, scheme):
     assert (brightness > 600) == (scheme == "light")
 
 
-async def test_keyboard_navigation(server, visit):
+async def test_dashboard_can_be_used_with_the_keyboard(server, visit):
     page = await visit(server)
     await expect(page.get_by_role("heading", name="trove")).to_be_visible()
     await page.keyboard.press("Tab")

@@ -13,7 +13,7 @@ from tests.fuzz.run import fuzz
 from tests.fuzz.tasks import Fuzzed
 
 BRIDGES = ("/api/", "/mcp/", "/openenv/")
-"""Paths of other protocols, whose documents are their own."""
+"""Paths of other protocols, which have their own documents."""
 
 
 def document(**options):
@@ -41,7 +41,7 @@ async def test_openapi_document_has_exactly_the_routes():
     assert routes == {(method.upper(), path) for path, methods in paths.items() for method in methods}
 
 
-def test_openapi_document_requires_a_token_where_the_server_does():
+def test_openapi_document_requires_a_token_for_the_same_routes_as_the_server():
     paths = document(token="secret")["paths"]
     assert paths["/v1/step"]["post"]["security"] == [{"bearer": []}]
     assert "security" not in paths["/health"]["get"]
@@ -49,7 +49,7 @@ def test_openapi_document_requires_a_token_where_the_server_does():
 
 
 @pytest.mark.parametrize("number", [1, 20])
-async def test_experts_and_forks_may_run_concurrently(number):
+async def test_experts_and_forks_can_run_concurrently(number):
     pool = SessionPool([Fuzzed], oracle=True)
     session_id = (await pool.open(OpenRequest(task="fuzzed"))).session_id
     async with asyncio.timeout(60):

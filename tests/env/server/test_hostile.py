@@ -62,7 +62,7 @@ class Peer:
         return peer
 
     async def read_rest(self):
-        """Return all data until the server disconnects, which must be soon."""
+        """Return all data until the server disconnects. It must disconnect soon."""
         async with asyncio.timeout(10):
             try:
                 return await self.reader.read()
@@ -149,7 +149,7 @@ async def test_idle_connection_is_closed(server):
     peer.close()
 
 
-async def test_step_may_exceed_the_timeouts_of_the_connection(server):
+async def test_step_can_exceed_the_timeouts_of_the_connection(server):
     async with EnvClient.connect(server.url) as client:
         session = await client.open("slow")
         step = asyncio.create_task(session.step(ToolCall.of("wait")))

@@ -1,4 +1,4 @@
-"""The link token: it permits a server to join a fleet, and nothing else."""
+"""The link token only permits a server to join a fleet."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def bearer(token):
 
 @pytest.fixture
 async def fleet():
-    """A controller and a server with different tokens; the server also listens."""
+    """A controller and a server with different tokens. The server also listens."""
     front = ControllerServer(FleetService(resume=True), port=0, token=TOKEN)
     server = EnvServer([Quick, Walk], port=0, drain_s=0.0, token=LINK, controllers=[front.url], oracle=True)
     async with running(front, server), EnvClient.connect(front.url, token=TOKEN) as operator:
@@ -170,7 +170,7 @@ async def test_forged_link_token_is_rejected(fleet, forged):
     assert refused.value.response.status_code == 401
 
 
-def test_link_token_is_idempotent_and_no_agent_token():
+def test_link_token_is_idempotent_and_not_an_agent_token():
     assert link_token(LINK) == LINK
     assert is_link_token(LINK)
     assert not is_link_token(TOKEN)
@@ -178,14 +178,14 @@ def test_link_token_is_idempotent_and_no_agent_token():
     assert LINK.removeprefix("link.") != agent_token(TOKEN, "link").rpartition(".")[2]
 
 
-def test_link_token_is_rejected_where_the_operator_token_is_required():
+def test_link_token_is_rejected_if_the_operator_token_is_required():
     with pytest.raises(ServeError, match="start the controller with the operator token"):
         ControllerServer(FleetService(), port=0, token=LINK)
     with pytest.raises(ServeError, match="give --controller, or a token of its own"):
         EnvServer([Quick], port=0, token=LINK)
 
 
-async def test_metrics_token_permits_to_read_and_nothing_else(fleet):
+async def test_metrics_token_permits_only_reading(fleet):
     headers = {"authorization": f"Bearer {metrics_token(TOKEN)}"}
     session = await fleet.operator.open("quick")
     (server_id,) = fleet.front.fleet.servers
@@ -201,7 +201,7 @@ async def test_metrics_token_permits_to_read_and_nothing_else(fleet):
                 assert answer.status_code == 200, path
             else:
                 assert (answer.status_code, answer.json()["error"]["type"]) == (403, "forbidden"), path
-    assert (await session.step(ToolCall.of("gain"))).seq == 1  # and nothing was played, closed or drained
+    assert (await session.step(ToolCall.of("gain"))).seq == 1  # nothing was played, closed or drained
     await (await fleet.operator.open("quick")).close()
     for path in ("/v1/ws", "/v1/link"):
         with pytest.raises(InvalidStatus) as refused:

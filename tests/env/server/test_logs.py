@@ -1,4 +1,4 @@
-"""The log of a server: without ``--log-messages`` it tells nothing of what was said; no line is forged."""
+"""The log of a server contains no messages without ``--log-messages``, and its lines cannot be forged."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ NASTY = f"{SECRET}\n{FORGED}\r\x1b[2J\x9b31m\u2028{FORGED}\x85\x00\x7f\u202e"
 
 
 class Fragile:
-    """Raises where it is collected."""
+    """Raises when garbage collected."""
 
     def __init__(self, text):
         self.text = text
@@ -34,7 +34,7 @@ class Fragile:
 
 
 class Loud(Environment):
-    """Every way in which the text of an argument can end in an exception."""
+    """Every way to get the text of an argument into an exception."""
 
     max_turns = 50
 
@@ -99,7 +99,7 @@ class Loud(Environment):
 
     @tool
     async def forget(self, text: str):
-        """Leave a task behind that fails."""
+        """Leave a failing task behind."""
 
         async def fail():
             raise ValueError(text)
@@ -123,7 +123,7 @@ WAYS = ["plain", "chained", "grouped", "named", "compiled", "nested", "thread", 
 
 
 def log_of(*options):
-    """Return the log of a server in which every kind of exception has quoted the agent."""
+    """Return the log of a server after every kind of exception has quoted the agent."""
     command = [sys.executable, "-m", "agentrl_env", "serve", "--port", "0", "--drain", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -160,7 +160,7 @@ def play(url):
         ("json", "debug", "2"),
     ],
 )
-def test_log_says_where_and_what_failed_but_not_what_was_said(form, level, workers):
+def test_log_names_the_failure_and_its_place_but_not_the_messages(form, level, workers):
     chosen = ("--log-level", level) if level else ()
     log = log_of("--log-format", form, "--workers", workers, *chosen)
     assert SECRET not in log
@@ -181,14 +181,14 @@ def test_log_says_where_and_what_failed_but_not_what_was_said(form, level, worke
 
 @pytest.mark.extended
 @pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.slow)])
-def test_log_with_messages_tells_everything_and_is_not_forged(form):
+def test_log_with_messages_is_complete_and_cannot_be_forged(form):
     log = log_of("--log-format", form, "--log-messages")
     assert log.count(SECRET) > 2 * len(WAYS)
     assert_whole(log, form)
 
 
 def assert_whole(log, form):
-    """No control character passes, and every line is a record or a part of a traceback."""
+    """Assert that a log has no control characters, and only records and lines of tracebacks."""
     assert log.replace("\n", "").isprintable()
     lines = log.splitlines()
     if form == "json":

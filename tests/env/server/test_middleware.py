@@ -1,4 +1,4 @@
-"""Tokens of two roles: the operator token permits every call, an agent token one session only."""
+"""Tokens for two roles. The operator token permits every call, an agent token only its session."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from tests.env.tasks import Quick, until
 
 TOKEN = "sesam"
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
-UNHURRIED = Limits(loop_share=1.0)  # a busy machine holds the event loop for the agents
+UNHURRIED = Limits(loop_share=1.0)  # on a busy machine, agents seem to block the event loop
 
 
 @pytest.fixture(params=["server", "controller"])

@@ -1,4 +1,4 @@
-"""Opening many sessions in one call: siblings of one problem, and lists."""
+"""Open many sessions in one call, as siblings with the same problem or as a list."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ async def client(request):
         servers.append(EnvServer([Quick], port=0, drain_s=0.0, max_sessions=8))
     await servers[-1].start()
     if request.param == "fleet":
-        servers[0].fleet.registry._started = -1e9  # it does not wait for servers any more
+        servers[0].fleet.registry._started = -1e9  # past the wait for servers after its start
     url = servers[0].url.replace("http", "ws", 1) if request.param == "ws" else servers[0].url
     async with EnvClient.connect(url) as client:
         yield client

@@ -1,4 +1,4 @@
-"""A conversation recorded with an earlier version replays byte for byte, over HTTP and the WebSocket.
+"""A conversation recorded with an earlier version replays byte for byte over HTTP and the WebSocket.
 
 ``python -m tests.env.server.test_recorded_wire URL`` records one with the server at URL, which serves
 ``tests/env/tasks.py:Quick`` with ``--oracle``.
@@ -26,7 +26,7 @@ def message(name, arguments, text=None):
 
 
 def requests():
-    """Return the HTTP requests, with ``{id}`` for the session that the first of them opens."""
+    """Return the HTTP requests. ``{id}`` stands for the session opened by the first request."""
     session = "/v1/sessions/{id}"
     steps = [
         {"seq": seq, "message": message(name, arguments)} for seq, (name, arguments) in enumerate(CALLS, 1)
@@ -62,7 +62,7 @@ def requests():
 
 
 def frames():
-    """Return the WebSocket frames, sent one after another."""
+    """Return the WebSocket frames in the order of sending."""
     call = message("note", {"text": "x"})
     return [
         {"id": 1, "call": "open", "task": "quick", "index": 1, "seed": 2},
@@ -78,7 +78,7 @@ def frames():
 
 
 async def converse(url):
-    """Return method, path or frame, status and answer of each request, with placeholders for ids."""
+    """Return the method, path or frame, status and answer of each request, with placeholders for ids."""
     exchanges = []
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
         session_id = "{id}"

@@ -90,7 +90,7 @@ def status(url):
 
 
 def logged(text):
-    """Return the events of a text log that holds nothing but events of the process."""
+    """Return the events of a text log, which must contain only process events."""
     lines = text.splitlines()
     found = [re.fullmatch(r'\S+Z INFO ([\w ]+?)( \w+=(\S+|"[^"]*"))+', line) for line in lines]
     assert all(found), text

@@ -16,14 +16,12 @@ from agentrl_env.fleet.up import LocalFleet
 from agentrl_env.server.sockets import Tls
 from tests.env.tasks import Quick
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("openssl"), reason="openssl, which makes a certificate, is absent"
-)
+pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 
 
 @pytest.fixture
 def tls(tmp_path, monkeypatch):
-    """A certificate of 127.0.0.1, which clients of this process trust."""
+    """A certificate for 127.0.0.1 that clients in this process trust."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = [
         "openssl",
@@ -72,7 +70,7 @@ async def test_fleet_serves_callers_over_tls_and_its_own_servers_without(tls):
         await fleet.stop()
 
 
-def test_files_that_are_no_certificate_and_key_are_refused_with_the_options_names(tmp_path, tls):
+def test_invalid_certificate_or_key_is_rejected_with_the_options_names(tmp_path, tls):
     (tmp_path / "text.pem").write_text("no certificate")
     for wrong in (Tls(cert=tmp_path / "absent"), Tls(cert=tmp_path / "text.pem"), Tls(cert=tls.cert)):
         with pytest.raises(ServeError, match="--tls-cert takes a PEM file with the certificate chain"):

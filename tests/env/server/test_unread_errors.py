@@ -1,4 +1,4 @@
-"""Work that nobody waits for any longer may fail; its error is not logged as a bug of asyncio."""
+"""Abandoned work can fail without an error log of asyncio."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from agentrl_env.session.single_flight import SingleFlight
 
 @pytest.fixture
 async def complaints():
-    """What asyncio reports."""
+    """Collect the errors that asyncio reports."""
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context["message"]))
     return found
@@ -29,14 +29,14 @@ async def full_when_cancelled():
 
 
 class ConnectedRequest:
-    """A request whose client stays."""
+    """A request with a connected client."""
 
     async def receive(self):
         await asyncio.sleep(60)
 
 
 async def abandon(work):
-    """Cancel a task that waits for work, and let the work end."""
+    """Cancel a task that waits for work, then let the work finish."""
     waiting = asyncio.create_task(work)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_request_that_is_cancelled_reads_the_error_of_its_work(complaints)
     assert complaints == []
 
 
-async def test_flight_whose_last_caller_leaves_reads_its_error(complaints):
+async def test_flight_without_callers_reads_its_error(complaints):
     flights = SingleFlight()
     await abandon(flights.run("key", full_when_cancelled))
     assert complaints == []

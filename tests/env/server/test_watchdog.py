@@ -1,4 +1,4 @@
-"""The watchdog of a serving process, with real processes that are stuck."""
+"""The watchdog of a serving process, tested with real stuck processes."""
 
 import asyncio
 import contextlib
@@ -113,27 +113,27 @@ def serving(*options, task="Sticks", log=subprocess.PIPE):
 
 
 async def by_worker(client, number):
-    """Open sessions until every worker has one; return one for each, by process id."""
+    """Open sessions until every worker has one. Return one session per worker, by process id."""
     found, others = {}, []
     while len(found) < number:
         session = await client.open("sticks", wait=60)
         if found.setdefault(await ask(session), session) is not session:
-            others.append(session)  # closed, it would leave its worker the least loaded one
-            await asyncio.sleep(0.05)  # another worker is starting
+            others.append(session)  # closing it would make its worker the least loaded one
+            await asyncio.sleep(0.05)  # a replacement is starting
     await asyncio.gather(*(session.close() for session in others))
     return found
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
-    """Two workers that several tests get stuck, and their log."""
+    """Two workers, shared by tests that block them, and their log."""
     log = tmp_path_factory.mktemp("workers") / "log"
     with log.open("wb") as output, serving("--workers", "2", "--stuck-after", "1", log=output) as (_, url):
         yield url, log
 
 
 @pytest.mark.parametrize("call", STICKING, ids=lambda call: call.function.name)
-async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(workers, call):
+async def test_stuck_worker_is_killed_and_replaced_and_other_workers_stay(workers, call):
     url, log = workers
     async with EnvClient.connect(url, timeout=180) as client:
         (stuck, lost), (alive, kept) = (await by_worker(client, 2)).items()
@@ -150,7 +150,7 @@ async def test_stuck_worker_is_killed_and_replaced_and_its_neighbours_stay(worke
 
 
 @pytest.mark.parametrize("call", BACKTRACK_SLOW, ids=lambda call: call.function.name)
-async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_on(call):
+async def test_stuck_session_kills_only_one_worker_and_other_sessions_continue(call):
     options = ("--workers", "2", "--stuck-after", "1", "--resume")
     with serving(*options, task="Kept") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
@@ -174,7 +174,7 @@ async def test_session_that_sticks_kills_one_worker_only_and_its_neighbours_go_o
 
 
 @pytest.mark.slow
-async def test_legal_message_of_127_slow_calls_loses_no_neighbour():
+async def test_valid_message_of_127_slow_calls_loses_no_other_session():
     with serving("--workers", "2", "--stuck-after", "2", task="Inline") as (_, url):
         async with EnvClient.connect(url, timeout=60) as client:
             greedy = await client.open("inline", wait=20)
@@ -235,7 +235,7 @@ async def test_stuck_worker_ends_with_a_killed_parent(call, stuck_after):
 
 @pytest.mark.extended
 @pytest.mark.slow
-async def test_worker_whose_threads_hang_ends_with_a_killed_parent_and_not_after_its_drain():
+async def test_worker_with_hanging_threads_ends_with_its_killed_parent_and_not_after_its_drain():
     with serving("--workers", "2", "--drain", "3600") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
             workers = await by_worker(client, 2)
@@ -279,14 +279,16 @@ async def test_busy_worker_is_not_lost():
             assert await ask(session) == pid
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not tell it")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="the system does not report processor waits"
+)
 async def test_worker_that_waits_for_a_processor_is_not_stuck(workers):
     async with EnvClient.connect(workers[0], timeout=180) as client:
         session = await client.open("sticks", wait=60)
         pid = await ask(session)
         result = await session.step(ToolCall.of("compute", seconds=0.3))
         answer, wall_s = result.messages[0].content.split()
-        assert float(wall_s) > 2  # as long as --stuck-after, twice
+        assert float(wall_s) > 2  # twice --stuck-after
         assert int(answer) == pid
         with pytest.raises(SessionLost):
             await session.step(ToolCall.of("compute", seconds=3600.0))
@@ -303,7 +305,7 @@ async def test_stopped_process_counts_as_stuck(workers):
         assert stopped not in await by_worker(client, 2)
 
 
-async def test_frozen_server_keeps_sessions_whose_steps_wait():
+async def test_frozen_server_keeps_sessions_with_waiting_steps():
     with serving("--lease", "2") as (process, url):
         async with EnvClient.connect(url, timeout=60) as client:
             sessions = [await client.open("sticks") for _ in range(5)]
@@ -314,7 +316,7 @@ async def test_frozen_server_keeps_sessions_whose_steps_wait():
             assert await asyncio.gather(*steps) == [process.pid] * 5
 
 
-async def test_watchdog_that_ended_is_replaced(caplog):
+async def test_ended_watchdog_is_replaced(caplog):
     watchdog = Watchdog(60.0)
     watchdog.start()
     beating = asyncio.create_task(watchdog.keep_beating())
@@ -328,7 +330,7 @@ async def test_watchdog_that_ended_is_replaced(caplog):
     assert (first.returncode, second.returncode) == (-signal.SIGKILL, 0)
 
 
-async def test_drain_says_what_it_waits_for():
+async def test_drain_reports_what_it_waits_for():
     with serving("--drain", "60") as (process, url):
         async with EnvClient.connect(url) as client:
             await client.open("sticks")

@@ -23,7 +23,7 @@ from tests.env.tasks import Quick, Slow, until
 
 
 class Caller:
-    """One raw WebSocket; numbers its calls."""
+    """A raw WebSocket that numbers its calls."""
 
     def __init__(self, websocket):
         self.websocket, self.number = websocket, 0
@@ -274,7 +274,7 @@ async def test_handshake_has_the_protocol_version(serving, calling):
 
 
 class FakeWebSocket:
-    """The server's side of a socket without a network, whose peer may read slowly."""
+    """The server's side of a socket without a network. Its peer can read slowly."""
 
     def __init__(self, *texts):
         self.incoming = asyncio.Queue()

@@ -38,7 +38,7 @@ async def test_place_granted_to_a_cancelled_waiter_goes_to_the_next():
     assert places.waiting == 0
 
 
-async def test_refusal_fails_waiting_and_later_openings():
+async def test_refuse_fails_waiting_and_later_openings():
     places = capacity()
     await places.take()
     waiting = asyncio.create_task(places.take(wait_s=5))

@@ -1,4 +1,4 @@
-"""What a server keeps of ended sessions."""
+"""Data that a server keeps of ended sessions."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def test_ended_session_keeps_all_small_results(pool):
 
 
 class Large(Environment):
-    """Ends in every way; ``made`` refers to the environments that are still in memory."""
+    """Ends in every way. ``made`` refers to the environments that are still in memory."""
 
     made: weakref.WeakSet[Environment]
 
@@ -119,7 +119,7 @@ def no_log(monkeypatch):
 
 
 async def released(made):
-    """Return once no environment is in memory."""
+    """Wait until no environment is in memory."""
     async with asyncio.timeout(60):
         while made:
             gc.collect()
@@ -144,7 +144,7 @@ async def test_ended_session_keeps_no_environment_in_memory(task, call):
 
 
 @pytest.mark.usefixtures("no_log")
-async def test_session_that_could_not_begin_keeps_no_environment_in_memory():
+async def test_session_that_failed_to_start_keeps_no_environment_in_memory():
     made = weakref.WeakSet()
     pool = SessionPool([type("Task", (Unprepared,), {"made": made})])
     with pytest.raises(EnvironmentFailed):

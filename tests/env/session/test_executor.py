@@ -193,7 +193,7 @@ async def test_thread_of_an_ended_session_is_replaced_within_the_timeout_of_its_
     threads.stop()
 
 
-async def test_full_pool_that_takes_no_job_for_a_while_is_exhausted(monkeypatch):
+async def test_full_pool_that_starts_no_job_for_a_while_is_exhausted(monkeypatch):
     threads, hang = ThreadPool(2), Hang()
     jobs = [threads.submit(hang, 3600.0) for _ in range(2)]
     await until(lambda: len(hang.threads) == 2)
@@ -206,7 +206,7 @@ async def test_full_pool_that_takes_no_job_for_a_while_is_exhausted(monkeypatch)
     threads.stop()
 
 
-async def test_sessions_whose_calls_run_are_shown_with_their_threads():
+async def test_sessions_with_running_calls_are_shown_with_their_threads():
     memory = bytearray(4 * ROW_BYTES)
     threads, hang = ThreadPool(2, calls=RunningCalls(memory)), Hang()
     seen = []
@@ -231,14 +231,14 @@ async def test_sessions_whose_calls_run_are_shown_with_their_threads():
     with pytest.raises(KeyError):
         await Executor(blocking=True, threads=threads, session_id="async").run(look_twice, 5)
     assert seen == 2 * [{"hanging": there, "async": here}]
-    assert running() == {"hanging": there}  # also while the coroutine waited
+    assert running() == {"hanging": there}  # even while the coroutine waited
     hang.release.set()
     await waiting
     await until(lambda: not running())
     threads.stop()
 
 
-async def test_shown_coroutine_is_cancelled_and_may_finish_what_it_does():
+async def test_shown_coroutine_is_cancelled_and_can_finish_its_work():
     ended = []
 
     async def wait():
@@ -307,7 +307,7 @@ async def test_settle_waits_for_a_call_past_its_deadline():
     threads.stop()
 
 
-async def test_plain_function_may_return_an_awaitable():
+async def test_plain_function_can_return_an_awaitable():
     async def later():
         return 3
 
@@ -375,7 +375,7 @@ def test_hanging_thread_does_not_keep_the_event_loop_open():
     threads.stop()
 
 
-async def test_eager_coroutine_ends_at_once_or_continues_in_a_context_of_its_own():
+async def test_eager_coroutine_ends_immediately_or_continues_in_its_own_context():
     number, gate = ContextVar("number", default=0), asyncio.get_running_loop().create_future()
 
     async def count(wait):

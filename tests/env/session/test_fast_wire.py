@@ -1,4 +1,4 @@
-"""The fast path parses and encodes steps like the models of the wire."""
+"""The fast path parses and encodes steps like the wire models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MESSAGES = st.fixed_dictionaries(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> Any:
-    """Bodies of a step, most of them malformed."""
+    """Generate bodies of a step, most of them malformed."""
     body = {"seq": draw(st.integers(1, 4)), "message": draw(MESSAGES)}
     for _ in range(draw(st.integers(0, 2))):
         place: Any = body

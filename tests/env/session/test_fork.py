@@ -372,7 +372,7 @@ async def test_cancelled_fork_request_leaves_no_sessions():
     await until(lambda: len(SlowWalk.closed) == 2)
     await pool._capacity.all_closed()
     assert pool.open_sessions == 1
-    await pool._capacity.take(1023, wait_s=60.0)  # every place but the first session's is free again
+    await pool._capacity.take(1023, wait_s=60.0)  # every place except the first session's is free again
     await pool.aclose()
 
 

@@ -1,4 +1,4 @@
-"""Operator calls: session lists, transcripts and the fleet; and the files of the dashboard."""
+"""Operator calls: session lists, transcripts and the fleet, and the files of the dashboard."""
 
 import httpx
 import pytest
@@ -106,7 +106,7 @@ async def test_row_of_a_failed_session_has_the_reason(pool, service):
     assert rows[fine].error == ""
 
 
-async def test_history_has_one_point_for_each_look_and_returns_those_after_a_time(pool):
+async def test_history_has_one_point_for_each_measurement_and_returns_points_after_a_time(pool):
     observer = Metrics()
     now = iter((10.0, 20.0, 30.0))
     history = History(observer, pool.gauges, clock=lambda: next(now))
@@ -256,7 +256,7 @@ async def test_drained_server_finishes_its_sessions_and_opens_no_new_one(server)
         again = await http.post("/v1/fleet/drain", json={**body, "draining": False})
         assert again.status_code == (await http.get("/ready")).status_code == 200
         looked = FleetInfo.model_validate_json((await http.get("/v1/fleet?since=0")).content)
-    assert looked.history  # of the start at least
+    assert looked.history  # at least the event of the start
     await opened_at(server)
 
 

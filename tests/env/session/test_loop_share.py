@@ -1,4 +1,4 @@
-"""Author code on the event loop: other callers are served between its calls, and a message has a budget."""
+"""Author code on the event loop. Other callers run between its calls, and each message has a budget."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ class Holds(Quick):
 
 @pytest.fixture
 async def others():
-    """Another user of the event loop, who takes part in each of its rounds."""
+    """Another user of the event loop that runs in each of its rounds."""
 
     async def run():
         while True:
@@ -190,7 +190,9 @@ async def test_hanging_calls_on_64_threads_leave_other_sessions_served(hangs):
     await server.stop()
 
 
-async def test_server_whose_threads_all_hang_refuses_sessions_at_once_and_says_so(hangs, monkeypatch):
+async def test_server_with_only_hanging_threads_refuses_sessions_immediately_and_reports_it(
+    hangs, monkeypatch
+):
     monkeypatch.setattr(threads_module, "MIN_CEILING", 2)
     monkeypatch.setattr(threads_module, "REPLACEMENT_FACTOR", 2)
     server = EnvServer([Hangs], port=0, drain_s=0, threads=1)
@@ -221,7 +223,7 @@ class Threaded(Quick):
     blocking = True
 
 
-async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_task_only(hangs, monkeypatch):
+async def test_calls_that_hang_within_their_timeout_occupy_only_the_threads_of_their_task(hangs, monkeypatch):
     pool = SessionPool([Hangs, Threaded], threads=2)
     tries = [
         asyncio.create_task(play_step(pool, name, 1, calls(1, "hang_long")))
@@ -243,7 +245,7 @@ async def test_calls_that_hang_within_their_timeout_occupy_the_threads_of_their_
     await pool.aclose()
 
 
-async def test_sweep_after_a_freeze_ends_no_session_whose_step_may_wait_in_a_socket(monkeypatch):
+async def test_sweep_after_a_freeze_ends_no_session_with_a_possibly_unread_step(monkeypatch):
     clock = Clock()
     pool = SessionPool([Quick], lease_s=2.0, clock=clock)
     sweeps = asyncio.Semaphore(0)
@@ -262,7 +264,7 @@ async def test_sweep_after_a_freeze_ends_no_session_whose_step_may_wait_in_a_soc
         sweeps.release()
         await swept.wait()
 
-    clock.now += 3.0  # the process was frozen; now its sweep runs, before it reads its sockets
+    clock.now += 3.0  # the process was frozen, and its sweep runs before it reads its sockets
     await sweep()
     assert (await play_step(pool, session_id, 1, calls(1, "refuse"))).seq == 1
     clock.now += 1.0
@@ -292,5 +294,5 @@ async def test_wait_of_a_call_is_bounded(wait_s):
         for path, body in (("/v1/sessions", {"task": "quick"}), ("/v1/step", {"steps": []})):
             answer = await http.post(path, json={**body, "wait_s": wait_s})
             assert (answer.status_code, answer.json()["error"]["type"]) == (422, InvalidRequest.type)
-        assert (await client.open("quick", wait=wait_s)).status == "running"  # the client asks for less
+        assert (await client.open("quick", wait=wait_s)).status == "running"  # the client requests less
     await server.stop()

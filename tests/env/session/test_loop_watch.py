@@ -1,4 +1,4 @@
-"""Author code that blocks an event loop is found from outside, with its file and line."""
+"""Author code that blocks an event loop is reported with its file and line."""
 
 import asyncio
 import logging
@@ -93,7 +93,7 @@ async def test_each_call_that_blocks_is_reported_once():
     def block_until_reported() -> None:
         assert seen.wait(30)
         seen.clear()
-        release.wait(0.3)  # the same call goes on
+        release.wait(0.3)  # the same call continues
 
     watch = LoopWatch(0.05, report)
     watch.start()
@@ -121,7 +121,7 @@ async def test_busy_loop_of_short_calls_is_not_reported():
     assert found == []
 
 
-async def test_code_of_the_package_itself_is_not_an_authors():
+async def test_code_of_the_package_itself_is_not_reported_as_the_authors():
     stack = None
 
     def look() -> None:

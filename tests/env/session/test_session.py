@@ -491,7 +491,7 @@ class AllAsync(Environment):
         self.log.append(self)
 
 
-async def test_every_method_may_be_a_coroutine():
+async def test_every_method_can_be_a_coroutine():
     session = await started(AllAsync)
     assert await session.expert() == Message.assistant("just talk")
     result = await session.step(Message.assistant("hi"))
@@ -516,7 +516,7 @@ class Strict(Quick):
         raise ToolError("say less")
 
 
-async def test_respond_may_raise_tool_error():
+async def test_respond_can_raise_tool_error():
     result = await (await started(Strict)).step(Message.assistant("blah"))
     assert result.messages == (Message(role="user", content="say less"),)
     assert result.status is SessionStatus.RUNNING

@@ -1,4 +1,4 @@
-"""The codec of session state: values round trip, and hostile bytes run no code."""
+"""The codec for session state. Values round trip, and hostile bytes run no code."""
 
 import base64
 import json
@@ -150,7 +150,7 @@ STATES = st.recursive(
 
 
 def facts(value):
-    """Return a value in a form in which equality means the same types, bits and order."""
+    """Convert a value so that equality means the same types, bits and order."""
     kind = type(value)
     if kind in (list, tuple, deque, Move):
         return kind, [facts(item) for item in value], getattr(value, "maxlen", None)
@@ -239,13 +239,13 @@ def test_values_of_the_standard_library_are_supported(state):
     assert facts(decode(encode(state, Task), Task)) == facts(state)
 
 
-def test_a_decoded_defaultdict_has_its_factory():
+def test_decoded_defaultdict_keeps_its_factory():
     copy = decode(encode(defaultdict(list, a=[1])))
     copy["b"].append(2)
     assert copy == {"a": [1], "b": [2]}
 
 
-def test_a_zone_is_looked_up_by_a_plain_name():
+def test_zone_is_looked_up_by_a_plain_name():
     with pytest.raises(StateError, match="not the name of a time zone"):
         decode(tagged("zone", "../../etc/passwd"))
 
@@ -339,7 +339,7 @@ def tagged(tag, content):
 
 
 def bits_with(kind, **changes):
-    """Return a generator as it is encoded, with other values in the state of its bit generator."""
+    """Return an encoded generator with other values in the state of its bit generator."""
     encoded = json.loads(encode(np.random.Generator(kind(1))))
     for name, value in changes.items():
         (state,) = (values for values in lists_of(encoded["generator"][1]) if name in values)
@@ -355,7 +355,7 @@ def lists_of(node):
 
 
 def generator(name, state, **seeds):
-    """Return a generator as it is encoded, with any bit generator, state and state of its seed sequence."""
+    """Return an encoded generator with any bit generator, state and seed sequence state."""
     seeds = {"entropy": 1, "spawn_key": {"tuple": []}, "pool_size": 4, "n_children_spawned": 0, **seeds}
     return tagged("generator", [name, state, {"dict": [part for pair in seeds.items() for part in pair]}])
 
@@ -531,7 +531,7 @@ assert events
 
 
 def test_hostile_bytes_import_no_module_and_run_no_code():
-    """Audit events stand for imports, compiled code, processes, files and sockets."""
+    """Audit events reveal imports, compiled code, processes, files and sockets."""
     done = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

@@ -1,4 +1,4 @@
-"""Tasks that answer whole messages, give each session its tools, and end by a limit of their own."""
+"""Tasks that answer whole messages, offer tools per session, and end by their own limit."""
 
 from agentrl_env import Done, Environment, Message, Reply, SessionStatus, ToolCall, ToolSpec
 from agentrl_env.types import FunctionSpec
@@ -34,7 +34,7 @@ async def test_whole_message_is_answered_with_the_tools_of_its_session():
         assert result.info == {"calls": 2}
 
 
-async def test_limit_of_a_task_truncates_its_session():
+async def test_limit_of_the_task_truncates_its_session():
     async with Relay.local() as client:
         session = await client.open("relay", index=0)
         result = await session.step(Message.assistant("enough"))

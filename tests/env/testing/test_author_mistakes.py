@@ -1,4 +1,4 @@
-"""Mistakes of authors that no single call shows: each is reported by one check, once, with its place."""
+"""Mistakes of authors that no single call reveals. One check reports each mistake once, with its place."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ UNSTABLE = {
 
 
 def named(cases: dict, quick: tuple) -> list:
-    """Return cases under their names; those that are not among the quick ones are slow."""
+    """Return named test cases. All but the quick cases are marked slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -284,7 +284,7 @@ def test_deadline_of_a_blocked_event_loop_names_the_line():
     assert report["event_loop"].verdict is Verdict.WARN
 
 
-def test_blocking_code_in_a_task_of_its_own_is_found():
+def test_blocking_code_in_a_separate_task_is_found():
     class Background(Guess):
         max_turns = 2
 
@@ -351,7 +351,7 @@ def test_state_that_is_too_large_for_another_server_warns():
     assert "bytes; at most 1,048,576 are kept" in evidence
 
 
-def test_code_that_waits_properly_passes_the_check_of_the_event_loop():
+def test_code_that_waits_properly_passes_the_event_loop_check():
     class Waits(Guess):
         blocking = True
         max_turns = 1
@@ -464,7 +464,7 @@ def test_broken_reset_prints_its_reason_once():
     assert report["order"].evidence == "Not run, for the reason that samples reports."
 
 
-def test_checks_whose_episodes_all_break_are_not_run():
+def test_checks_with_only_failing_episodes_are_not_run():
     class Crashing(Guess):
         @tool
         def guess(self, n: int):
@@ -490,7 +490,7 @@ def test_checks_whose_episodes_all_break_are_not_run():
     assert report["seed_replay"].evidence == "Not run, for the reason that random_play reports."
 
 
-def test_second_reason_is_reported_beside_the_first():
+def test_second_reason_is_reported_in_addition_to_the_first():
     class Twice(Guess):
         @tool
         def guess(self, n: int):

@@ -61,7 +61,7 @@ class Guess(Environment):
 
 
 def guess_of_this_process():
-    """Return a class that no other process can import, so that the checks start none."""
+    """Return a class that no other process can import, so that the checks start no process."""
     return type("Guess", (Guess,), {"__doc__": Guess.__doc__})
 
 
@@ -142,8 +142,8 @@ def test_ignored_seed_fails_seed_replay():
     assert "guess(n=" in evidence
 
 
-def test_expert_is_not_blamed_where_some_answers_do_not_follow_the_seed():
-    calls = itertools.count()  # 0: with the expert, 1: without, from 2 on: compared with one another
+def test_expert_passes_if_some_answers_do_not_follow_the_seed():
+    calls = itertools.count()  # 0: with the expert, 1: without, 2 and later: compared with each other
 
     class Moody(Guess):
         @tool
@@ -256,7 +256,7 @@ def test_expert_that_uses_up_its_plan_fails_expert_with_its_line():
     assert "seed_replay" not in found
 
 
-def test_expert_that_changes_what_happens_fails_expert():
+def test_expert_that_changes_the_episode_fails_expert():
     class Helps(Guess):
         @tool
         def guess(self, n: int):
@@ -480,7 +480,7 @@ def test_expert_that_moves_differently_after_equal_messages_is_a_warning():
     assert report["knowledge"].evidence.startswith("After the same messages, the expert plays guess(n=")
 
 
-def test_noise_of_an_expert_that_reads_the_messages_is_not_taken_for_knowledge():
+def test_noise_of_an_expert_that_reads_the_messages_does_not_count_as_knowledge():
     class Noisy(Search):
         def expert(self, rng):
             return (
@@ -665,7 +665,7 @@ def test_tool_errors_are_not_failures():
 
 
 class Faulty(InterceptedClient):
-    """A client of a server that breaks one rule of the protocol."""
+    """A client with one protocol violation."""
 
     @classmethod
     def with_faults(cls, **faults):

@@ -1,4 +1,4 @@
-"""Findings of the checks of a task's description: tools, methods and splits."""
+"""Findings of the checks on a task's description: tools, methods and splits."""
 
 import json
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def test_missing_train_split_is_reported_with_its_remedy():
 
 
 def evidence_of(check, folder, body, **tools):
-    """Return the evidence of a warning about a task with this body, which must name the marked line."""
+    """Return the evidence of a warning about a task with this body. It must name the marked line."""
     source = task(body, **tools)
     (report,) = run_checks(load_target(write_task(folder, source)).local, checks=(check,))
     result = report[check.__name__]

@@ -1,4 +1,4 @@
-"""Quality of a task: tasks with one fault each, real tasks, and a model behind a real HTTP server."""
+"""Task quality, for tasks with one fault each, real tasks, and a model behind a real HTTP server."""
 
 import asyncio
 import json
@@ -198,7 +198,7 @@ class Echo(Shelves):
         (type("Mixed", (Shelves,), {"places": tuple(range(8))}), set()),
     ],
 )
-def test_policies_without_skill_solve_what_does_not_have_to_be_read(environment, solving):
+def test_policies_without_skill_solve_tasks_that_need_no_reading(environment, solving):
     found = quality_of(environment, samples=24)
     own = policies(found)
     solved = {name for name in UNSKILLED if own[name].success >= 0.75}
@@ -238,7 +238,7 @@ def test_episode_that_differs_when_played_again_is_found():
     assert found.findings[0].startswith("5 of 5 episodes differ when they are played again: sample train/")
 
 
-def test_samples_that_are_one_problem_are_found():
+def test_samples_with_the_same_problem_are_found():
     class Few(Sums):
         @classmethod
         def samples(cls, split):
@@ -247,7 +247,7 @@ def test_samples_that_are_one_problem_are_found():
     assert "train: only 3 of 12 samples differ, in data or expert episodes" in quality_of(Few).findings
 
 
-def test_expert_that_fails_and_episodes_that_break_are_counted_apart():
+def test_expert_failures_and_broken_episodes_are_counted_separately():
     class Fragile(Sums):
         @tool
         def answer(self, total: int):
@@ -265,7 +265,7 @@ def test_expert_that_fails_and_episodes_that_break_are_counted_apart():
     assert own.failure.startswith("RuntimeError: odd (")
 
 
-def test_tool_whose_arguments_cannot_be_drawn_leaves_the_others():
+def test_tool_without_drawable_arguments_does_not_affect_the_others():
     class Odd(Sums):
         @tool
         def code(self, text: Literal["never"] = "never"):
@@ -392,11 +392,11 @@ def test_load_of_a_task_that_does_not_open_in_time_has_no_rates(monkeypatch):
     assert (load.episodes_per_s, load.steps_per_s) == (None, None)
 
 
-def test_memory_of_sessions_that_are_opening_is_counted_for_none_that_is_open():
+def test_memory_of_opening_sessions_does_not_count_for_open_sessions():
     with ServerProcess(f"{__file__}:OpensOnce") as server:
         connect = EnvClient.connect(server.url)
         held, memory = asyncio.run(hold_sessions(connect, None, 4, server.pid, deadline=1.0))
-        os.kill(server.pid, signal.SIGKILL)  # it would wait for the threads that open sessions
+        os.kill(server.pid, signal.SIGKILL)  # it would otherwise wait for the threads that open sessions
     assert held <= 1
     assert memory is None
 
@@ -411,7 +411,7 @@ def episode(reward, *, success=None, error=None, tokens=None):
     return Episode(rollout=rollout, error=error, tokens=tokens)
 
 
-def test_score_leaves_out_failures():
+def test_score_excludes_failures():
     found = score([episode(1.0, tokens=4), episode(0.0, tokens=6), episode(0.0, error="it broke")])
     assert (found.episodes, found.failed, found.failure) == (3, 1, "it broke")
     assert (found.success, found.reward, found.best, found.tokens) == (0.5, 0.5, 1.0, 5.0)
@@ -419,7 +419,7 @@ def test_score_leaves_out_failures():
     assert (empty.success, empty.reward, empty.best, empty.failed) == (None, None, None, 1)
 
 
-def test_groups_carry_a_signal_where_their_rewards_differ():
+def test_groups_carry_a_signal_if_their_rewards_differ():
     broken = episode(0.0, error="it broke")
     groups = [
         [episode(1.0), episode(0.0), episode(0.0), episode(0.0)],
@@ -436,7 +436,7 @@ def test_groups_carry_a_signal_where_their_rewards_differ():
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Chat completions: the right sum in every second episode of even samples, else a wrong one."""
+    """Chat completions with the right sum in every second episode of even samples, otherwise a wrong sum."""
 
     requests: list
     statuses: list
@@ -469,7 +469,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @contextmanager
 def endpoint(*statuses):
-    """Serve chat completions, the first ones with these statuses; yield the base URL and the requests."""
+    """Serve chat completions, the first of them with these statuses. Yield the base URL and the requests."""
     state = {"requests": [], "statuses": list(statuses), "attempts": Counter()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Endpoint,), state))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -500,11 +500,11 @@ def test_model_is_scored_in_groups(monkeypatch):
 
 
 def even_or_odd(count):
-    """Return the indices that are played of the 500 samples of Sums."""
+    """Return the played indices of the 500 samples of Sums."""
     return random.Random(0).sample(range(500), count)
 
 
-def test_failures_of_the_model_are_no_rewards_of_zero():
+def test_failures_of_the_model_are_not_rewards_of_zero():
     with endpoint(*[401] * 16) as (url, _):
         found = quality_of(Sums, samples=2, model=ChatModel(url, "small"))
     own = policies(found)["model"]
@@ -514,7 +514,7 @@ def test_failures_of_the_model_are_no_rewards_of_zero():
     assert any("16 of 16 episodes of model failed: ModelRefused" in text for text in found.findings)
 
 
-def test_endpoint_that_is_none_is_named(monkeypatch):
+def test_invalid_endpoint_is_named(monkeypatch):
     monkeypatch.setattr(chat_model, "PAUSE_S", 0.0)
     found = quality_of(Sums, samples=1, model=ChatModel("http://127.0.0.1:9/v1", "small"))
     assert "http://127.0.0.1:9/v1/chat/completions did not answer" in policies(found)["model"].failure
@@ -536,7 +536,7 @@ def test_table_has_a_row_for_each_task_and_split(capsys):
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run ``check``; return (exit code, stdout, stderr)."""
+    """Run ``check``. Return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -549,7 +549,7 @@ def cli(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_command_measures_several_tasks_at_once(cli, monkeypatch):
+def test_command_measures_several_tasks_concurrently(cli, monkeypatch):
     monkeypatch.setattr(load, "measure_load", partial(measure_load, seconds=0.5))
     files = [ENVIRONMENTS / name for name in ("README.md", "household", "sql")]
     options = ["--quality", "--samples", 3, "--split", "test-2", "--hold", 4]
@@ -578,7 +578,7 @@ def test_command_prints_quality_as_json(cli, monkeypatch):
     assert requests[0][1] == "Bearer secret"
 
 
-def test_command_keeps_the_figures_of_a_task_whose_server_does_not_start(cli, monkeypatch):
+def test_command_keeps_the_figures_of_a_task_with_a_server_that_does_not_start(cli, monkeypatch):
     def fail(*arguments, **options):
         raise ServeError("it ended")
 
@@ -589,7 +589,7 @@ def test_command_keeps_the_figures_of_a_task_whose_server_does_not_start(cli, mo
     assert "sums: its server could not be measured: ServeError: it ended." in out
 
 
-def test_command_goes_on_with_the_figures_of_a_file(cli, tmp_path):
+def test_command_continues_from_the_figures_in_a_file(cli, tmp_path):
     file, target = tmp_path / "figures.jsonl", f"{__file__}:Sums"
     options = ["--quality", "--samples", 2, "--split", "train", "--hold", 0, "--resume", file]
     assert cli(target, *options)[0] == 0
@@ -628,7 +628,7 @@ def test_command_measures_a_server(cli):
         (["--split", "dev"], "task 'sums' has no split 'dev'; splits: train, test"),
     ],
 )
-def test_command_explains_options_that_do_not_fit(cli, options, sentence):
+def test_command_explains_incompatible_options(cli, options, sentence):
     code, _, err = cli(f"{__file__}:Sums", "--quality", "--hold", 0, *options)
     assert code == 1
     assert sentence in err

@@ -1,4 +1,4 @@
-"""Users in an episode: scripted, functions, and models behind a real endpoint."""
+"""Users in an episode: scripts, functions, and models behind a real endpoint."""
 
 import json
 
@@ -52,7 +52,7 @@ class Desk(Environment):
 
 
 async def talk(task, *texts, **which):
-    """Say the texts in turn; return the session and the results."""
+    """Send the texts in turn. Return the session and the results."""
     async with EnvClient.local(task) as client:
         session = await client.open(task.name, index=0, seed=7, **which)
         results = [await session.step(text) for text in texts]
@@ -77,7 +77,7 @@ async def test_policy_cannot_end_a_dialogue():
     assert not result.final
 
 
-async def test_user_does_not_read_thoughts_and_silence_is_no_message():
+async def test_user_does_not_see_thoughts_and_silence_is_not_a_message():
     heard = []
 
     def user(self, sample):
@@ -173,7 +173,7 @@ class Phone:
 
 
 def play_user(body):
-    """Play a user: open, switch the phone, answer, end."""
+    """Play a user that opens, switches the phone, answers and ends."""
     texts = [message["content"] for message in body["messages"] if message["role"] == "user"]
     last = body["messages"][-1]
     if len(texts) == 1:
@@ -211,7 +211,7 @@ async def test_model_plays_the_user_with_tools_that_the_policy_does_not_see():
     assert "[END]" not in server.requests[1]["messages"][-1]["content"]
 
 
-async def test_function_that_makes_the_tools_gives_each_fork_an_object_of_its_own():
+async def test_tool_factory_gives_each_fork_its_own_object():
     def switch_it(body):
         last = body["messages"][-1]
         if last["role"] == "user" and "Switch" in last["content"]:
@@ -278,7 +278,7 @@ async def test_cache_folder_outlives_the_process_and_the_endpoint(tmp_path, monk
     assert again[1][-1].reward == 1.0
 
 
-async def test_requests_that_fail_are_repeated(monkeypatch):
+async def test_failed_requests_are_retried(monkeypatch):
     monkeypatch.setattr("agentrl_env.evaluation.chat_model.PAUSE_S", 0.0)
     failures = iter([(500, {}), (429, {})])
     with ChatServer(lambda body: next(failures, None) or play_user(body)) as server:
@@ -287,7 +287,7 @@ async def test_requests_that_fail_are_repeated(monkeypatch):
     assert result.metrics["user_repeats"] == 2
 
 
-async def test_endpoint_that_fails_is_a_failed_episode_and_no_reward(monkeypatch):
+async def test_failing_endpoint_fails_the_episode_without_a_reward(monkeypatch):
     monkeypatch.setattr("agentrl_env.evaluation.chat_model.PAUSE_S", 0.0)
     with ChatServer(lambda body: play_user(body) if len(body["messages"]) == 2 else (503, {})) as server:
         _, (result,) = await talk(with_user(lambda self, sample: model_user(server.url, seed=1)), "W17")
@@ -308,7 +308,7 @@ async def test_user_that_writes_only_thoughts_fails_and_one_beyond_its_budget_tr
     assert results[-1].status is SessionStatus.TRUNCATED_TURNS
 
 
-async def test_calls_that_do_not_fit_are_answered_and_endless_calls_fail():
+async def test_invalid_calls_are_answered_and_endless_calls_fail():
     calls = [ToolCall.of("switch", on="yes"), ToolCall.of("dance"), ToolCall.of("switch", on=False)]
 
     def reply(body):

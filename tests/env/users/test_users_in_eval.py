@@ -1,4 +1,4 @@
-"""``agentrl-env eval`` and ``play``, with a model as the user behind the same endpoint as the policy."""
+"""``agentrl-env eval`` and ``play`` with user and policy behind the same endpoint."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def is_user(body):
 
 
 def both(body):
-    """Answer as the user, with a number that no other answer has, or as the policy."""
+    """Answer as the user, with a unique number, or as the policy."""
     texts = [message["content"] for message in body["messages"] if message["role"] == "user"]
     if not is_user(body):
         return completion(text="Which number?" if len(texts) == 1 else f"I have found {texts[-1]}")
@@ -60,7 +60,7 @@ def both(body):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run ``agentrl-env`` with a user behind a URL; return the finished process."""
+    """Run ``agentrl-env`` with a user behind a URL. Return the finished process."""
 
     def run(*arguments, url, **options):
         variables = {"PARCELS_USER_URL": url, "PARCELS_USER_CACHE": str(tmp_path / "cache")}

@@ -437,7 +437,7 @@ def test_learner_resumes_without_the_optimizer_and_warns(tmp_path, caplog):
     assert resumed.num_updates == 3
 
 
-def test_learning_rate_schedule():
+def test_learning_rate_follows_its_schedule():
     whole = [lr_fraction(i, 2, 6, 0.1) for i in range(8)]
     assert whole == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1])
     late = [lr_fraction(i, 2, 12, 0.0, 0.4) for i in range(12)]
