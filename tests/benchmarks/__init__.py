@@ -1,1 +1,1 @@
-"""Benchmarks, not tests (``make bench``): each figure is next to a peer's in the same run and its ceiling."""
+"""Benchmarks (``make bench``). Each figure is compared with a peer in the same run and with its ceiling."""

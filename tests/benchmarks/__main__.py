@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [PART ...]``: run some parts or all and print their tables."""
+"""``python -m tests.benchmarks [PART ...]`` runs the named parts, or all, and prints their tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ APART = ("vllm", "constraints")
 
 
 def main() -> None:
-    """Run the parts named on the command line, or all."""
+    """Run the parts named on the command line, or all parts."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     parser.add_argument(
         "parts", nargs="*", choices=[*PARTS, *APART, []], help=f"default: all but {', '.join(APART)}"

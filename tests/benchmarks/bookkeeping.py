@@ -1,8 +1,8 @@
-"""The share of a learner step that advantages, batches and the loss's bookkeeping take.
+"""The share of a learner step spent on advantages, batches and the loss's bookkeeping.
 
-2,048 trajectories of 8 turns, 16 sampled tokens and 16 others in each, in groups of 8. The step itself is
-measured on every 32nd group with a small model, in the same process and on one thread, and counted 32 times.
-A larger model makes the share smaller.
+2,048 trajectories of 8 turns, each with 16 sampled and 16 other tokens, in groups of 8. The step itself is
+measured on every 32nd group with a small model, in the same process and on one thread, and multiplied by 32.
+The share is smaller with a larger model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def groups(count: int) -> list[TrajectoryGroup]:
 
 
 def seconds(work: Callable[[], object], *, repeats: int) -> float:
-    """Return the CPU time of the quickest of some calls, which other processes do not lengthen."""
+    """Return the CPU time of the fastest of several calls, which hardly depends on other processes."""
     best = float("inf")
     for _ in range(repeats):
         started = time.process_time()
@@ -87,7 +87,7 @@ def seconds(work: Callable[[], object], *, repeats: int) -> float:
 
 
 def loss_tokens() -> Tokens:
-    """Return as many tokens as all trajectories sample."""
+    """Return as many loss tokens as all trajectories sample."""
     count = GROUPS * SIBLINGS * TURNS * SAMPLED
     return Tokens(
         logprobs=torch.full((count,), -6.0, requires_grad=True),
@@ -101,7 +101,7 @@ def loss_tokens() -> Tokens:
 
 
 def run(*, quick: bool = False) -> None:
-    """Print the time of each part beside that of a step."""
+    """Print the time of each part and of a step."""
     torch.set_num_threads(1)
     repeats = 1 if quick else 3
     made, tokens = groups(GROUPS), loss_tokens()

@@ -1,7 +1,8 @@
-"""Time that a constraint adds to a token: the torch engine and vLLM with a stored model, with and without.
+"""Time that a constraint adds to a token in the torch engine and in vLLM, with a stored model.
 
-Constrained completions are text of letters and spaces, free ones anything without a stop token, both of the
-same length. They take turns, so that other load affects both. A set is the time of the library alone.
+Constrained completions are text of letters and spaces. Free completions are any tokens except stop tokens.
+Both have the same length and take turns, so that other load affects both. A set is the time of the library
+alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.benchmarks.stored_engine import CACHE_BYTES, VLLM_PYTHON
 
 PROMPT, NEW = 128, 48
 GRAMMAR = f"start: /[a-z ]{{{40 * NEW}}}/"
-"""More text than the tokens of a completion can hold, so that every completion has all its tokens."""
+"""Requires more text than a completion can hold, so that every completion has the maximum length."""
 
 
 class Policy(NamedTuple):
@@ -71,7 +72,7 @@ def vllm_engine(policy: Policy, *, sessions: int, threads: int) -> Iterator[Engi
 
 
 def seconds(engine: Engine, *, sessions: int, grammar: str, vocabulary: int, seed: int) -> float:
-    """Return the seconds that a token of each session takes, prompts included."""
+    """Return the seconds per token of each session, including prompts."""
     prompts = np.random.default_rng(seed).integers(3, vocabulary, (sessions, PROMPT)).tolist()
 
     async def complete() -> int:
@@ -95,7 +96,7 @@ def seconds(engine: Engine, *, sessions: int, grammar: str, vocabulary: int, see
 
 
 def set_seconds(tokenizer: PreTrainedTokenizerBase) -> float:
-    """Return the mean seconds of the library for a set."""
+    """Return the library's mean seconds for a set."""
     matcher = Grammars(tokenizer, stop_token_ids=[tokenizer.eos_token_id]).start(GRAMMAR)
     tokens = tokenizer.encode("the quick brown fox jumps over the lazy dog " * 8, add_special_tokens=False)
     started = time.perf_counter()
@@ -120,7 +121,7 @@ def run(path: str, *, quick: bool, threads: int) -> None:
                     for grammar, own in found.items():
                         options = {"sessions": sessions, "grammar": grammar, "vocabulary": vocabulary}
                         own.append(seconds(engine, seed=1000 * seed + len(grammar), **options))
-            free, constrained = (1e3 * min(own[1:]) for own in found.values())  # the first one compiles
+            free, constrained = (1e3 * min(own[1:]) for own in found.values())  # the first call compiles
             more = (constrained - free) / sessions
             table.add_row(name, str(sessions), f"{free:.1f}", f"{constrained:.1f}", f"{more:.2f} ms")
     Console(width=100).print(table)

@@ -1,10 +1,10 @@
-"""Sampled tokens a second of the torch engine and of Hugging Face ``generate`` with the same model.
+"""Sampled tokens per second of the torch engine and of Hugging Face ``generate`` with the same model.
 
-There are two loads. *One turn*: all prompts at once with completions of equal length, the best case of
-``generate``. *Five turns*: sessions with completions of different lengths and a reply after each turn;
-``generate`` has to prefill the whole history in each turn and waits for the longest row.
+There are two loads. *One turn* has all prompts at once with completions of equal length, the best case of
+``generate``. *Five turns* has sessions with completions of different lengths and a reply after each turn. In
+each turn, ``generate`` must prefill the whole history and waits for the longest row.
 
-The random model repeats nothing, so that the engine has nothing to guess. The ceiling is the model's forward
+The random model repeats nothing, so speculation does not help the engine. The ceiling is the model's forward
 pass at the full batch size, without sampling or bookkeeping.
 """
 
@@ -52,7 +52,7 @@ def lengths(sessions: int) -> np.ndarray:
 
 
 def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
-    """Return the torch engine's sampled tokens a second."""
+    """Return the torch engine's sampled tokens per second."""
 
     async def session(engine: TorchEngine, number: int, seed: int) -> int:
         context = [(number * 7 + i) % 500 + 3 for i in range(PROMPT)]
@@ -85,7 +85,7 @@ def ours(sessions: int, *, turns: int, said: np.ndarray) -> float:
 
 @torch.inference_mode()
 def huggingface(sessions: int, *, turns: int, said: np.ndarray) -> float:
-    """Return the sampled tokens a second of ``generate``, with all sessions in one batch, turn by turn."""
+    """Return the sampled tokens per second of ``generate``, with all sessions in one batch, turn by turn."""
     model = make_model()
 
     def play() -> int:
@@ -114,7 +114,7 @@ def huggingface(sessions: int, *, turns: int, said: np.ndarray) -> float:
 
 @torch.inference_mode()
 def ceiling(sessions: int) -> float:
-    """Return tokens a second of bare decode steps in the middle of an episode."""
+    """Return tokens per second of bare decode steps in the middle of an episode."""
     model, length = make_model(), PROMPT + 2 * NEW
     model.set_attn_implementation(ATTENTION)
     cache = SlotCache(model, num_slots=sessions, max_context=512)

@@ -1,11 +1,11 @@
-"""The steps of a hundred honest callers beside one greedy or hostile caller, with and without it.
+"""Step latency of a hundred honest callers, with and without one greedy or hostile caller.
 
-Each honest caller is an agent with its own token that takes a step every 500 ms over its own WebSocket. A
-step is measured from the moment at which it was due, so that a server that stands still is seen in full. The
-other caller also has an agent token, except the greedy one, which has the operator's and steps many sessions
-in each request. It runs in a process of its own, at the lowest priority, because on another machine it would
-take no processor from the server. It repeats its requests without a pause, over several connections,
-whatever the answer. Phases without and with it alternate.
+Each honest caller is an agent with its own token that takes a step every 500 ms over its own WebSocket.
+Latency counts from the time at which a step was due, so a stalled server is fully visible. The other caller
+also has an agent token, except the greedy caller, which has the operator's token and steps many sessions in
+each request. It runs in its own process with the lowest priority, because on another machine it would not
+compete with the server for processors. It repeats its requests without a pause over several connections,
+regardless of the answers. Phases without and with it alternate.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tests.benchmarks.serving_players import MESSAGE, some_at_once
 TARGET = f"{Path(__file__).with_name('serving_task.py')}:EchoInline"
 HONEST = 100
 EVERY_S = 0.5
-"""Seconds between two steps of one honest caller."""
+"""Seconds between two steps of an honest caller."""
 CONNECTIONS = 4
-"""Of the other caller."""
+"""Number of connections of the other caller."""
 SLOW_BODIES = 40
 SECONDS, QUICK_SECONDS = 15.0, 6.0
-"""Length of one phase."""
+"""Duration of one phase."""
 BATCH = 4096
 DEADLINE_S = 120.0
 MEGA = 1_000_000
@@ -65,11 +65,11 @@ class Target:
 
 
 Attack = Callable[[Target], Awaitable[int]]
-"""Makes one request; returns the status of its answer, 0 where the connection was closed."""
+"""Makes one request. Returns the status of the answer, or 0 if the connection was closed."""
 
 
 def message_of(content: str) -> bytes:
-    """Return a step with JSON text as its content."""
+    """Return a step whose content is JSON text."""
     return b'{"seq":1,"message":{"role":"assistant","content":' + content.encode() + b"}}"
 
 
@@ -79,7 +79,7 @@ def integers(size: int) -> str:
 
 
 def posts(path: str, body: bytes) -> Attack:
-    """Return an attack that posts one body over and over."""
+    """Return an attack that posts the same body repeatedly."""
 
     async def attack(target: Target) -> int:
         headers = {"authorization": f"Bearer {target.agent}"}
@@ -94,7 +94,7 @@ def posts(path: str, body: bytes) -> Attack:
 
 
 async def large_batches(target: Target) -> int:
-    """Step many sessions in one request; every other time with a wrong ``seq``, which is answered at once."""
+    """Step many sessions per request. Every second request has a wrong ``seq`` and returns immediately."""
     headers = {"authorization": f"Bearer {target.operator}"}
     client = Http1Client(target.url, headers=headers, max_connections=1)
     try:
@@ -113,7 +113,7 @@ async def large_batches(target: Target) -> int:
 
 
 async def slow_bodies(target: Target) -> int:
-    """Begin a large body, send a little every 10 ms, and never end it."""
+    """Start a large body, send a little every 10 ms, and never finish it."""
     host, _, port = target.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     size = 7_000_000
@@ -161,11 +161,11 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "slow bodies of 7 MB": (slow_bodies, SLOW_BODIES),
     "messages of 6 MB over WebSockets": (huge_messages, CONNECTIONS),
 }
-"""Name -> one request, and the number of connections that repeat it."""
+"""One request and the number of connections that repeat it, by name."""
 
 
 def be_hostile(name: str, target: Target, stop: multiprocessing.synchronize.Event, answers: object) -> None:
-    """Repeat an attack until told to stop; put the count of the answers into a queue."""
+    """Repeat an attack until stopped. Put the counts of the answers into a queue."""
     os.nice(19)
     asyncio.run(_be_hostile(name, target, stop, answers))
 
@@ -192,15 +192,15 @@ async def _be_hostile(name: str, target: Target, stop: object, answers: object) 
 
 @dataclass(slots=True)
 class Honest:
-    """A hundred agents, each with a session and a WebSocket of its own."""
+    """A hundred agents, each with its own session and WebSocket."""
 
     url: str
     tokens: list[tuple[str, str]]
-    """Session and agent token of each."""
+    """Session and token of each agent."""
     seq: list[int] = field(default_factory=list)
 
     async def play(self, seconds: float) -> list[float]:
-        """Step at a steady pace; return the delay of each answer after its step was due."""
+        """Step at a steady pace. Return the delay of each answer from the time at which its step was due."""
         delays: list[float] = []
         self.seq = self.seq or [0] * len(self.tokens)
         begin = perf_counter() + 1.0
@@ -230,7 +230,7 @@ class Honest:
 
 @contextlib.asynccontextmanager
 async def hostile(name: str, target: Target, counts: Counter[int]) -> AsyncIterator[None]:
-    """Run the other caller in a process of its own."""
+    """Run the other caller in its own process."""
     spawn = multiprocessing.get_context("spawn")
     stop, answers = spawn.Event(), spawn.Queue()
     process = spawn.Process(target=be_hostile, args=(name, target, stop, answers))
@@ -250,7 +250,7 @@ def p99(delays: list[float]) -> float:
 
 
 async def measure(url: str, token: str, seconds: float, table: Table) -> float:
-    """Fill the table; return the largest difference of p99 in milliseconds."""
+    """Fill the table. Return the largest difference of p99 in milliseconds."""
     worst = 0.0
     async with EnvClient.connect(url, token=token) as client:
         sessions = await some_at_once(lambda: client.open("echo_inline"), HONEST)

@@ -1,4 +1,4 @@
-"""Language models on the first level of tasks: ``python -m tests.benchmarks.first_level MODEL [TASK ...]``.
+"""``python -m tests.benchmarks.first_level MODEL [TASK ...]`` evaluates a language model on first levels.
 
 Plays the first samples of each task's ``test`` split greedily, before any training, like ``agentrl-train
 eval``. The episodes are in ``runs/first_level``. An interrupted command continues when it is repeated. The
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs/evidence/first_level"
 RUNS = ROOT / "runs/first_level"
 FOLDERS = {"airline": "support/airline", "telecom": "support/telecom"}
-"""Task -> its folder in ``environments`` if it is not the task's name."""
+"""Folders in ``environments`` of tasks with a different name."""
 TASKS = (
     *("household", "shop", "sql", "dbbench", "os_interaction", "knowledgegraph", "alfworld", "webshop"),
     *("sokoban", "frozenlake", "textcraft", "search_qa", "countdown", "support", "airline", "telecom"),
@@ -64,7 +64,7 @@ END_ERRORS = {
     "truncated_time": "time limit",
     "truncated_length": "context full",
 }
-"""End of a failed episode -> its error, if the turns do not explain it."""
+"""Error by the end of a failed episode, if its turns do not explain it."""
 
 
 def turn_error(turn: TurnRecord, tools: Collection[str]) -> str | None:
@@ -110,7 +110,7 @@ def episode_error(episode: EpisodeRecord, tools: Collection[str]) -> str | None:
 
 
 def summary(episodes: Sequence[EpisodeRecord], tools: Collection[str]) -> dict[str, Any]:
-    """Return the figures of the episodes of one task, of which there must be at least one."""
+    """Return the figures of one task's episodes, at least one."""
     successes = sum(episode.success for episode in episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
     errors = Counter(error for episode in episodes if (error := episode_error(episode, tools)))
@@ -126,7 +126,7 @@ def summary(episodes: Sequence[EpisodeRecord], tools: Collection[str]) -> dict[s
 
 
 def evaluate(model: str, task: str, *, samples: int, threads: int) -> dict[str, Any]:
-    """Return the figures of a model on a task, or the reason why it cannot be played here.
+    """Return the figures of a model on a task, or the reason why this machine cannot play it.
 
     Raises:
         EnvironmentUnavailable: more than half of the episodes failed, so that there is no figure.
@@ -160,12 +160,12 @@ def write_result(model: str, task: str, result: Mapping[str, Any]) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the figures in a file, by task; none if the file does not exist."""
+    """Return the figures in a file by task, or an empty dict if the file does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def main() -> None:
-    """Evaluate a model on the tasks that its file does not have yet."""
+    """Evaluate a model on the tasks missing from its file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a value of model.path")
     parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], help="default: all")

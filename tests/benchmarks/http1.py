@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for benchmarks with constant work per request, so that they measure the servers.
+"""A small HTTP/1.1 client with constant work per request, so that benchmarks measure the servers.
 
 General clients search their pool on every request, which dominates with thousands of waiting requests.
 """
@@ -27,7 +27,7 @@ class HttpResponse:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: one request at a time."""
+    """One connection with one request at a time."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Buffer an answer; deliver it when it is complete."""
+        """Buffer an answer and deliver it when it is complete."""
         self._buffer += data
         try:
             if self._status or self._read_head():
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._fail(error or ConnectionResetError("the server closed the connection"))
 
     def request(self, data: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request; return a future of its answer, which may raise ConnectionError."""
+        """Send a request. Return a future of its answer, which can raise ConnectionError."""
         self._answer = asyncio.get_running_loop().create_future()
         self._status, self._body_at = 0, 0
         if self.closed or self._transport is None:
@@ -155,7 +155,7 @@ class Http1Client:
             return await self._exchange(data)
 
     async def aclose(self) -> None:
-        """Close all connections; pending requests raise ConnectionError."""
+        """Close all connections. Pending requests raise ConnectionError."""
         self._closed = True
         for connection in list(self._connections):
             connection.close()
@@ -167,7 +167,7 @@ class Http1Client:
         try:
             answer = await connection.request(data)
         except BaseException:
-            connection.close()  # a late answer must not be taken for that of the next request
+            connection.close()  # a late answer must not be mistaken for the next answer
             raise
         if not connection.closed:
             self._free.append(connection)
@@ -194,12 +194,12 @@ class Http1Client:
 
 
 def _dechunk(buffer: bytearray, at: int) -> bytes | None:
-    """Return a chunked body; None if it is incomplete."""
+    """Return a chunked body, or None if it is incomplete."""
     body = bytearray()
     while (end := buffer.find(b"\r\n", at)) >= 0:
         size = int(bytes(buffer[at:end]).split(b";")[0], 16)
         if size == 0:
-            # Trailers end with an empty line, which follows immediately if there are none.
+            # Trailers end with an empty line, which follows immediately without trailers.
             return bytes(body) if buffer.find(b"\r\n\r\n", end) >= 0 else None
         if len(buffer) < end + 2 + size + 2:
             return None

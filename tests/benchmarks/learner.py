@@ -1,17 +1,18 @@
-"""The learner's trained tokens a second and model FLOPs utilization (MFU).
+"""The learner's trained tokens per second and model FLOPs utilization (MFU).
 
-Random weights, no download: the shapes of Qwen3 0.6 B, 1.7 B and 4 B on a GPU, a tiny model on a CPU, where
-the figures only exercise the code path. Rows are packed; half of the tokens are sampled ones, in turns.
-Useful work per token: 6 operations per body parameter, attention over the preceding tokens, and for sampled
-tokens 6 per head weight; recomputation to save memory does not count. The ceiling is a large matrix product
-on the same device in the same run.
+Models have random weights: the shapes of Qwen3 0.6 B, 1.7 B and 4 B on a GPU, and a tiny model on a CPU,
+which only exercises the code path. Rows are packed, and half of the tokens are sampled, in turns. The useful
+work per token is 6 operations per body parameter, attention over the preceding tokens, and for sampled tokens
+6 operations per head weight. Recomputation to save memory does not count. The ceiling is a large matrix
+product on the same device in the same run.
 
-With ``--model PATH``, a stored model on a CPU: a group of 8 episodes of 574 tokens with a common prompt,
-which counts once. TRL's trainer computes the loss of the same samples, each with its own prompt, and takes
-turns with ours. On one thread, seconds are those of the processor, which other processes disturb least.
+``--model PATH`` measures a stored model on a CPU with a group of 8 episodes of 574 tokens and a common
+prompt, which counts once. TRL's trainer computes the loss of the same samples, each with its own prompt, and
+takes turns with our trainer. On one thread, seconds are processor time, which hardly depends on other
+processes.
 
-Episodes of ``SIBLINGS`` have half of their tokens in common, as those of a group with a long opening; their
-tokens/s count every token of every episode.
+Episodes of ``SIBLINGS`` share half of their tokens, like a group with a long opening. Their tokens/s count
+every token of every episode.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ STORED: dict[str, dict[str, Any]] = {
 
 
 def sequences(count: int, *, longest: int, vocabulary: int, siblings: bool) -> list[TokenSequence]:
-    """Return episodes of turns: prompt tokens followed by as many sampled tokens."""
+    """Return episodes with turns of prompt tokens and as many sampled tokens."""
     rng = np.random.default_rng(0)
     made = []
     for number in range(count):
@@ -93,7 +94,7 @@ def operations(model: Qwen3ForCausalLM, batch: Batch, lengths: list[int]) -> flo
 
 
 def run_stored(path: str, *, quick: bool = False, threads: int = 1) -> None:
-    """Print a row for each method of training a stored model on a CPU, and one for TRL's."""
+    """Print a row for each method of training a stored model on a CPU, and a row for TRL."""
     torch.set_num_threads(threads)
     most = {dtype: ceiling("cpu", getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in most.items())
@@ -112,7 +113,7 @@ def run_stored(path: str, *, quick: bool = False, threads: int = 1) -> None:
         learner = Learner(model, TrainSection(learning_rate=1e-6, **options))
         (batch,) = pack(made, max_tokens=2**20, shared=learner.shares_prefixes)
         seconds: list[float] = []
-        for _ in range(2 if quick else 4):  # the first allocates
+        for _ in range(2 if quick else 4):  # the first update allocates
             for update, taken in ((partial(learner.step, [batch]), seconds), (peer, peer_s)):
                 started = clock()
                 update()
@@ -131,7 +132,7 @@ def run_stored(path: str, *, quick: bool = False, threads: int = 1) -> None:
 def trl_update(
     model: PreTrainedModel, tokenizer: Any, episodes: Sequence[TokenSequence]
 ) -> Callable[[], object]:
-    """Return an update by the loss of TRL's trainer in float32, on all episodes as one batch."""
+    """Return an update with TRL's loss in float32, on all episodes as one batch."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -176,7 +177,7 @@ def trl_update(
 
 
 def group(vocabulary: int) -> list[TokenSequence]:
-    """Return episodes with a common prompt and turns of 40 tokens, every other one sampled."""
+    """Return episodes with a common prompt and turns of 40 tokens. Every second turn is sampled."""
     made = sequences(GROUP_SIZE, longest=2 * EPISODE_TOKENS, vocabulary=vocabulary, siblings=False)
     opening, mask = made[0].token_ids[:PROMPT_TOKENS], np.zeros(EPISODE_TOKENS, np.float32)
     mask[PROMPT_TOKENS:] = (np.arange(EPISODE_TOKENS - PROMPT_TOKENS) // 40) % 2 == 0
@@ -194,7 +195,7 @@ def group(vocabulary: int) -> list[TokenSequence]:
 
 
 def stored_operations(model: PreTrainedModel, batch: Batch, tokens: int, *, frozen: bool) -> float:
-    """Return the operations of an update; frozen matrices have no gradient, a third of the work."""
+    """Return the operations of an update. Frozen matrices save a third of the work."""
     head = model.get_output_embeddings().weight.numel()
     matrices = [value.numel() for name, value in model.named_parameters() if ".layers." in name]
     config, own = model.config, EPISODE_TOKENS - PROMPT_TOKENS
@@ -206,7 +207,7 @@ def stored_operations(model: PreTrainedModel, batch: Batch, tokens: int, *, froz
 
 
 def ceiling(device: str, dtype: torch.dtype) -> float:
-    """Return the operations a second of a large matrix product."""
+    """Return the operations per second of a large matrix product."""
     size = 8192 if device == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
@@ -218,14 +219,14 @@ def ceiling(device: str, dtype: torch.dtype) -> float:
 
 
 def moment(device: str) -> float:
-    """Return the time after the device has finished all pending work."""
+    """Return the current time after the device has finished all pending work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def measure(size: str, variant: str, *, device: str, quick: bool) -> dict[str, float]:
-    """Return seconds of an update, tokens a second, operations a second and peak memory."""
+    """Return seconds per update, tokens per second, operations per second and peak memory."""
     on_gpu = device == "cuda"
     model = make_model(size, device=device)
     longest, count = (4096, 16 if quick else 32) if on_gpu else (256, 16)

@@ -1,16 +1,17 @@
-"""Asynchronous and synchronous training at equal samples, with a long-tailed latency of the environment.
+"""Asynchronous and synchronous training on equal samples, with a long-tailed environment latency.
 
 The quick start's policy learns the shop of ``longtail_task``, whose calls wait for Pareto-distributed times.
-Every run trains the same samples, in the same steps; staleness, loss and seed differ. Synchronous runs wait
-for the slowest episode of each step, asynchronous ones continue to play meanwhile. Runs have one thread each
-and go two at a time: they wait most of the time, and more would also wait for processors.
+All runs train the same samples in the same steps. Staleness, loss and seed differ. Synchronous runs wait for
+the slowest episode of each step, and asynchronous runs continue to play meanwhile. Runs have one thread each
+and run two at a time. They wait most of the time, but more runs would also wait for processors.
 
-*Speed* is trained tokens a second over all steps but the first. The ceiling of the ratio is a loop that never
-waits for an environment: the synchronous run's seconds over those in which its engine or its trainer worked,
-whichever is longer, with a processor for each.
+*Speed* is trained tokens per second over all steps but the first. The ceiling of the ratio is a loop that
+never
+waits for an environment: the synchronous run's seconds divided by the working seconds of its engine or its
+trainer, whichever is longer, with a processor for each.
 
-*Reward* is the share of training episodes that succeed, over the last quarter of the samples, so that no
-evaluation has to wait for the slow environment; further tables show it by samples and by time.
+*Reward* is the share of successful training episodes over the last quarter of the samples, so that no
+evaluation has to wait for the slow environment. Further tables show it by samples and by time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Record = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The settings of one kind of run, which is repeated for every seed."""
+    """The settings of one kind of run, repeated for every seed."""
 
     staleness: int
     loss: str
@@ -101,7 +102,7 @@ def seconds(records: Sequence[Record]) -> float:
 
 
 def speed(records: Sequence[Record]) -> float:
-    """Return trained tokens a second over all steps but the first."""
+    """Return trained tokens per second over all steps but the first."""
     return sum(record.get("loss_tokens", 0.0) for record in records[1:]) / seconds(records)
 
 
@@ -116,7 +117,7 @@ def last_quarter(records: Sequence[Record]) -> float:
 
 
 def after(records: Sequence[Record], limit_s: float) -> float | None:
-    """Return the success at ``limit_s`` seconds after the first step, None if the run ended earlier."""
+    """Return the success ``limit_s`` seconds after the first step, or None if the run ended earlier."""
     elapsed, near = 0.0, None
     for earlier, record in pairwise(records):
         elapsed += record["step_seconds"]
@@ -127,7 +128,7 @@ def after(records: Sequence[Record], limit_s: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean, with the standard deviation of several values."""
+    """Return the mean and the standard deviation of values as text."""
     return f"{fmean(values):.1%}" + (f" ± {stdev(values):.1%}" if len(values) > 1 else "")
 
 
@@ -202,7 +203,7 @@ def _curves(runs: Mapping[Setting, Sequence[Sequence[Record]]]) -> Table:
             fmean(success(record) for one in repeats for record in one[part * size : (part + 1) * size])
             for part in range(4)
         ]
-        # The fastest run may end shortly before the mean of its kind.
+        # The fastest run can end shortly before the mean of its kind.
         timed = [
             [value for one in repeats if (value := after(one, 0.97 * mark)) is not None] for mark in marks
         ]

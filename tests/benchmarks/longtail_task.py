@@ -1,8 +1,7 @@
-"""A shop with slow calls: most take up to half a second, a few more than ten.
+"""A shop with slow calls. Most take up to half a second, a few more than ten seconds.
 
 Each call waits for a Pareto-distributed time, ``SHORTEST_S (1 - u) ** (-1 / SHAPE)``, at most ``LONGEST_S``.
-An episode's waits are drawn from its seed, so that they are equal in all runs. Waiting takes no processor
-time.
+The waits are drawn from the episode's seed, so they are equal in all runs. Waiting takes no processor time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Asynchronous and synchronous training at equal samples, with the configuration of the quick start.
+"""Asynchronous and synchronous training on equal samples, with the quick start's configuration.
 
-The same groups are played and trained twice: with ``max_staleness = 0`` and as configured. Trained tokens a
-second are those of sampled tokens in the loss. The ceiling of the ratio is that of a perfect overlap of the
+The same groups are played and trained twice: with ``max_staleness = 0`` and as configured. Trained tokens per
+second count sampled tokens in the loss. The ceiling of the ratio is a perfect overlap of the
 synchronous run's two phases, ``(T_play + T_train) / max(T_play, T_train)``, with a processor for each
 phase.
 """

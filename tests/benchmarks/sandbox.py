@@ -1,7 +1,7 @@
 """Latency of opening a sandbox, running a command and closing it, compared with bare bubblewrap.
 
-Bare means one ``bwrap`` per command with a read-only ``/usr`` and a tmpfs: no overlay, no limits and no
-persistent files. Both are measured in turns, so that other load affects both.
+Bare means one ``bwrap`` per command with a read-only ``/usr`` and a tmpfs, but without overlay, limits and
+persistent files. Measurements alternate, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def bubblewrap(rounds: int) -> dict[str, list[float]]:
-    """Return operation -> milliseconds of each round."""
+    """Return the milliseconds of each round by operation."""
     times: dict[str, list[float]] = {name: [] for name in ("open", "run", "write", "by hand", "close")}
     for _ in range(rounds):
         begin = time.perf_counter()

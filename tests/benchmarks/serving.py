@@ -1,10 +1,10 @@
-"""Steps a second of our server, OpenEnv 0.10.0 and agentrl-worker 0.4.0 with the same trivial task.
+"""Steps per second of our server, OpenEnv 0.10.0 and agentrl-worker 0.4.0 with the same trivial task.
 
-Server and client share the machine; each server is one process with one worker. All clients play the same
+Server and client share the machine. Each server is one process with one worker. All clients play the same
 number of steps, in rounds of alternating order. Our server has three clients: ``EnvClient`` with a coroutine
 per session, which chooses its transport or uses only the WebSocket, and the batch call, where one request
-steps all sessions. The client of OpenEnv is a raw WebSocket per session, that of AgentRL's worker a loop of
-raw HTTP requests per session.
+steps all sessions. The client for OpenEnv is a raw WebSocket per session. The client for AgentRL's worker is
+a loop of raw HTTP requests per session.
 
 Author code runs in one of two ways. *Plain* methods run on threads: the default here and in OpenEnv,
 which keeps a thread for each session. *Inline* code runs on the event loop: ``blocking = False`` here,
@@ -42,7 +42,7 @@ from tests.benchmarks.serving_players import AgentRLWorker, Batch, Ceiling, Clie
 TASK = Path(__file__).with_name("serving_task.py")
 SESSIONS, QUICK_SESSIONS = (1, 16, 64, 256, 1024, 4096), (1, 64, 1024)
 STEPS, QUICK_STEPS = 8192, 4096
-"""Steps of one round: a fifth with a single session, and fewer if the time is too short."""
+"""Steps of one round. A single session takes a fifth, and all take fewer if the time is too short."""
 SECONDS, QUICK_SECONDS = 480.0, 120.0
 """Total time of all rounds. There is at least one round of each size."""
 MAX_ROUNDS = 6
@@ -77,7 +77,7 @@ class Tally:
 
     @property
     def rate(self) -> float:
-        """Steps a second."""
+        """Steps per second."""
         return len(self.steps) / self.seconds
 
     def cells(self, tallies: Mapping[str, Tally]) -> list[str]:
@@ -90,7 +90,7 @@ class Tally:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process; nan if the system does not provide it."""
+    """Return the processor time of a process, or nan if the system does not provide it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -109,14 +109,14 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
             await player.open(sessions)
             stack.push_async_callback(player.close)
             await player.play(warm_up)
-        fitting = int(seconds / (perf_counter() - begin) * warm_up)  # opening included
+        fitting = int(seconds / (perf_counter() - begin) * warm_up)  # including the opening
         turns = max(1, min(turns, fitting))
         gc.collect()
-        gc.freeze()  # otherwise each collection traverses the sessions of all players
+        gc.freeze()  # otherwise each garbage collection traverses the sessions of all players
         stack.callback(gc.unfreeze)
         stack.callback(gc.set_threshold, *gc.get_threshold())
-        # As in our server: with the default ones, collection takes a third of the time of a client with
-        # thousands of sessions.
+        # As in our server. With the default thresholds, garbage collection takes a third of the time of a
+        # client with thousands of sessions.
         gc.set_threshold(*GC_THRESHOLDS)
         order = list(zip(players, tallies, strict=True))
         for _ in range(MAX_ROUNDS):
@@ -130,7 +130,7 @@ async def measure(players: Sequence[Player], *, sessions: int, steps: int, secon
 
 
 def divide(sizes: Sequence[int], seconds: float) -> dict[int, float]:
-    """Divide the time: many sessions get more, as they take long to open and the peers are slower."""
+    """Divide the time. Larger numbers of sessions get more, because they open slowly and peers are slower."""
     weights = {size: 1.0 if size <= 64 else 1.5 if size <= 256 else 3.0 for size in sizes}
     return {size: seconds * weight / sum(weights.values()) for size, weight in weights.items()}
 

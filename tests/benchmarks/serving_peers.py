@@ -1,8 +1,8 @@
-"""Peers of our server in the benchmark; ``python -m tests.benchmarks.serving_peers NAME`` serves one of them.
+"""Peers of our server. ``python -m tests.benchmarks.serving_peers NAME`` serves one of them.
 
 OpenEnv's application is built and run as documented: ``create_app`` over an ``Environment``, uvicorn with one
 worker. Each of its sessions is one WebSocket. AgentRL's worker is the application that its own ``run``
-builds, but without an access log; its heartbeats are not answered.
+builds, but without an access log. Its heartbeats are not answered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def openenv(*, inline: bool) -> FastAPI:
-    """Return OpenEnv's application around the trivial task; ``inline`` overrides ``step_async``."""
+    """Return OpenEnv's application for the trivial task. ``inline`` overrides ``step_async``."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
     class Said(Action):
@@ -63,7 +63,7 @@ def openenv(*, inline: bool) -> FastAPI:
 
 
 def agentrl_worker() -> FastAPI:
-    """Return the application of AgentRL's worker around the trivial task."""
+    """Return the application of AgentRL's worker for the trivial task."""
     from agentrl.worker.task import Task
     from agentrl.worker.task_worker import TaskWorker
     from agentrl.worker.typings import AgentCancelledException, SampleStatus, TaskSampleExecutionResult
@@ -99,10 +99,10 @@ class Answers(BaseModel):
 
 
 def bare() -> FastAPI:
-    """Return the application of the ceilings; both answer with data prepared in advance.
+    """Return the application of both ceilings, which answer with prepared data.
 
-    One parses a request to plain values and answers with bytes. The other is written as in FastAPI's
-    documentation: the request is parsed to models, and the answer is built from models.
+    The first parses a request to plain values and answers with bytes. The second follows FastAPI's
+    documentation: it parses the request to models and builds the answer from models.
     """
     app = FastAPI()
     kept, answers = b"", Answers(results=[])
@@ -135,7 +135,7 @@ APPS: dict[str, Callable[[], FastAPI]] = {
 
 
 class PeerProcess:
-    """One of ``APPS`` in a child process, which ends with its parent and does not receive Ctrl-C itself."""
+    """One of ``APPS`` in a child process. The process ends with its parent and does not receive Ctrl-C."""
 
     def __init__(self, app: str) -> None:
         self._app, self._url = app, ""
@@ -162,7 +162,7 @@ class PeerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._process:  # closes the pipes and waits
+        with self._process:  # also closes the pipes
             self._process.kill()
 
 
@@ -178,12 +178,11 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Serve the application named on the command line; print its URL."""
+    """Serve the application named on the command line and print its URL."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     allow_many_sockets()
     app = APPS[sys.argv[1]]()
-    # asyncio does not recognize a socket without an explicit protocol as TCP and leaves Nagle's
-    # algorithm on.
+    # Without an explicit protocol, asyncio does not recognize a TCP socket and leaves Nagle's algorithm on.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     bound.listen(2048)

@@ -1,7 +1,8 @@
-"""Clients of the benchmark: our client, our batch call, OpenEnv, AgentRL's worker and the ceilings.
+"""Clients for the benchmark: our client, our batch call, OpenEnv, AgentRL's worker and the ceilings.
 
-Each plays a number of turns in all its sessions and returns the duration of every step. Only our client
-builds and parses whole messages. The others send prepared bytes and only verify that answers are not errors.
+Each client plays a number of turns in all its sessions and returns the duration of every step. Only our
+client builds and parses whole messages. The others send prepared bytes and only verify that answers are not
+errors.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Player(Protocol):
         """Open sessions."""
 
     async def play(self, turns: int) -> list[float]:
-        """Step every session ``turns`` times; return the duration of each step in seconds."""
+        """Step every session ``turns`` times. Return the duration of each step in seconds."""
 
     async def close(self) -> None:
         """Close the sessions."""
 
 
 async def play_each(step: list[Callable[[], Awaitable[None]]], turns: int) -> list[float]:
-    """Step all sessions concurrently, each as soon as it has its previous answer."""
+    """Step all sessions concurrently, each as soon as its previous answer arrives."""
     seconds: list[float] = []
 
     async def play(once: Callable[[], Awaitable[None]]) -> None:
@@ -71,7 +72,7 @@ async def some_at_once(work: Callable[[], Awaitable[T]], times: int) -> list[T]:
 
 
 class Client:
-    """Our client with one coroutine per session; it batches concurrent steps by itself."""
+    """Our client with one coroutine per session. It batches concurrent steps automatically."""
 
     def __init__(self, url: str, pid: int, *, task: str, mode: str) -> None:
         self.name = f"{'WebSocket' if url.startswith('ws') else 'client'}, {mode}"
@@ -98,7 +99,7 @@ class Client:
 
 
 class Batch:
-    """Our batch call: one request after another, each of which steps all sessions."""
+    """Our batch call. Each request steps all sessions."""
 
     path = "/v1/step"
 
@@ -142,7 +143,7 @@ class Batch:
 
 
 class Ceiling(Batch):
-    """The bytes of the batch call with a bare application; see ``serving_peers.bare``."""
+    """The bytes of the batch call with a bare application, ``serving_peers.bare``."""
 
     def __init__(self, url: str, pid: int, *, like: Batch, name: str, path: str) -> None:
         super().__init__(url, pid, task="", mode="")

@@ -1,4 +1,4 @@
-"""The trivial task of the serving benchmark: it echoes text and never ends by itself."""
+"""The trivial task of the serving benchmark. It echoes text and never ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agentrl_env import Environment, tool
 
 
 class Echo(Environment):
-    """Say everything back; a plain method, so that each call runs on a thread."""
+    """Echo text in a plain method, so that each call runs on a thread."""
 
     max_turns = 10**9
 
@@ -20,6 +20,6 @@ class Echo(Environment):
 
 
 class EchoInline(Echo):
-    """Say everything back, on the event loop."""
+    """Echo text on the event loop."""
 
     blocking = False

@@ -1,4 +1,4 @@
-"""Models with random weights: shapes of Qwen3, Qwen2.5 and SmolLM2 for a GPU, and a tiny one for a CPU."""
+"""Models with random weights: shapes of Qwen3, Qwen2.5 and SmolLM2 for a GPU, and a tiny shape for a CPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_model(size: str, *, device: str) -> Qwen3ForCausalLM:
 
 
 def save_model(size: str, folder: str | Path, *, device: str) -> None:
-    """Write a model in bfloat16, or in float32 from a CPU, and the tokenizer of the quick start."""
+    """Write a model, in float32 from a CPU and otherwise in bfloat16, and the quick start's tokenizer."""
     model = make_model(size, device=device)
     model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)

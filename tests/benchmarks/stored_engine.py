@@ -1,10 +1,10 @@
-"""Prefilled and decoded tokens a second of a stored model on a CPU: torch engine, ``generate`` and vLLM.
+"""Prefilled and decoded tokens per second of a stored model on a CPU: torch engine, ``generate`` and vLLM.
 
-All have the same weights, random prompts without a common beginning, and completions of equal length, the
-best case of ``generate``. They take turns, so that other load affects all. Completions of one token give the
-rate of prefilling, and further tokens that of decoding. The limit is the longer one of two times: that of the
-operations at the rate of a large matrix product, and that of reading the weights and the cache at the
-bandwidth of a copy, both measured in the same run with the same number of threads.
+All engines have the same weights, random prompts without a common prefix, and completions of equal length,
+the best case of ``generate``. They take turns, so that other load affects all. Completions of one token give
+the prefill rate, and further tokens the decode rate. The limit is the longer of two times: the operations at
+the rate of a large matrix product, or reading the weights and the cache at the bandwidth of a copy. Both are
+measured in the same run with the same number of threads.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CACHE_BYTES = 2**31
 """Key/value cache of vLLM."""
 Prompts = Sequence[Sequence[int]]
 Timed = Callable[[Prompts, int], float]
-"""Returns the seconds that completions of a length take, for all prompts at once."""
+"""Returns the seconds for completions of a length, with all prompts at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Highest rates that the machine allows, in tokens a second."""
+    """Maximum rates of the machine in tokens per second."""
 
     prefill: float
     decode: float
@@ -69,7 +69,7 @@ def limit(model: PreTrainedModel, *, dtype: str, sessions: int) -> Limit:
 
 
 def bandwidth() -> float:
-    """Return the bytes a second that are read when a large tensor is copied."""
+    """Return the bytes read per second when copying a large tensor."""
     source = torch.ones(2**27)
     target = torch.empty_like(source)
     best = 0.0
@@ -82,7 +82,7 @@ def bandwidth() -> float:
 
 @contextmanager
 def ours(model: PreTrainedModel, *, dtype: str, sessions: int, threads: int) -> Iterator[Timed]:
-    """Yield the torch engine, whose prompts are new ones each time."""
+    """Yield the torch engine. Every call has new prompts."""
 
     async def complete(prompts: Prompts, new: int) -> float:
         engine = TorchEngine(
@@ -178,7 +178,7 @@ def vllm(folder: str, *, dtype: str, sessions: int, threads: int) -> Iterator[Ti
 
 
 def measured(runs: dict[str, Timed], *, sessions: int, repeats: int, vocabulary: int) -> dict[str, Limit]:
-    """Return the best rates of each engine, which take turns."""
+    """Return the best rates of each engine. The engines take turns."""
     rng = np.random.default_rng(0)
     seconds: dict[str, dict[int, list[float]]] = {name: {1: [], NEW: []} for name in runs}
     for _ in range(repeats):

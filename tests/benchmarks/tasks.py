@@ -1,7 +1,7 @@
-"""Speed and leaks of one task: ``python -m tests.benchmarks.tasks TARGET --episodes 1000 --sessions 64``.
+"""Speed and leaks of a task: ``python -m tests.benchmarks.tasks TARGET --episodes 1000 --sessions 64``.
 
-Plays episodes of a task by its expert, many at once, in this process and without HTTP. Prints one JSON
-object: scores, rates, the memory before and after, and the processes and temporary files that are left.
+Plays concurrent episodes with the task's expert, in this process and without HTTP. Prints one JSON object
+with scores, rates, the memory before and after, and the remaining processes and temporary files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLICIES = ("expert", "random", "nothing")
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
+    """Return a process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -54,7 +54,7 @@ def memory_mib() -> float:
 
 
 def temporary_files() -> set[Path]:
-    """Return what is in the folder of temporary files."""
+    """Return the content of the folder for temporary files."""
     return set(Path(tempfile.gettempdir()).iterdir())
 
 

@@ -1,18 +1,19 @@
-"""GRPO compared with TRL's trainer: the same model, the same task, equal samples.
+"""GRPO compared with TRL's trainer on the same model, task and number of samples.
 
-Both start from the quick start's policy and play the one-turn task of ``trl_task``: the same prompt tokens,
-48 new ones at most, groups of 8 scaled by their standard deviation, one update a step with clipping at 0.2
-and 0.28, means over sequences, AdamW with the same learning rate and the same bound on the gradient's norm,
+Both start from the quick start's policy and play the one-turn task of ``trl_task``. They have the same prompt
+tokens, at most 48 new tokens, groups of 8 scaled by their standard deviation, one update per step with
+clipping at 0.2 and 0.28, means over sequences, AdamW with the same learning rate and gradient clipping, and
 the same number of threads. TRL samples with Hugging Face ``generate``. They take turns seed by seed, so that
 other load affects both.
 
 On a GPU the models have random weights and the shapes of Qwen3, completions have 256 tokens, and both sample
-with vLLM on the GPU that they train on: TRL's "colocate", our layouts "colocated" (synchronous) and "shared".
+with vLLM on the training GPU: TRL with "colocate", we with the layouts "colocated" (synchronous) and
+"shared".
 
-*Tokens/s* counts the sampled tokens of the episodes trained on, over the time of all steps but the first. The
-ceiling is a loop that never waits: tokens over the time that the engine or the trainer worked, whichever is
-longer, in the synchronous run. *Tokens/CPU s* is by the processor time of the training process, which
-hardly depends on other load. *Success* is that of the last quarter of the samples.
+*Tokens/s* is the number of sampled tokens in the trained episodes divided by the time of all steps but the
+first. The ceiling is a loop that never waits: tokens divided by the working time of the engine or the
+trainer, whichever is longer, in the synchronous run. *Tokens/CPU s* uses the processor time of the training
+process, which hardly depends on other load. *Success* is measured on the last quarter of the samples.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def trl(model: Path, *, device: str, seed: int, steps: int, threads: int) -> lis
 
 
 def ours(model: Path, *, device: str, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
-    """Run our trainer and return the same measurements, and the idle shares."""
+    """Run our trainer. Return the same measurements and the idle shares."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
@@ -123,7 +124,7 @@ def ours(model: Path, *, device: str, staleness: int, seed: int, steps: int, thr
 
 
 def speed(steps: Sequence[Step], clock: str = "seconds") -> float:
-    """Return trained tokens a second over all steps but the first, by the wall or of processor time."""
+    """Return trained tokens per second of wall-clock or processor time over all steps but the first."""
     return sum(step["tokens"] for step in steps[1:]) / sum(step[clock] for step in steps[1:])
 
 

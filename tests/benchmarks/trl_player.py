@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer on the task of ``trl_task``, in its own process; prints one line of JSON per step."""
+"""Run TRL's GRPO trainer on the task of ``trl_task`` and print one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP_SIZE = 8
 
 
 async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str, str]]:
-    """Return prompts that encode to the tokens of our actor, and the right answers."""
+    """Return prompts that encode to our actor's tokens, and the right answers."""
     rows, tokenizer = [], chat.tokenizer
     async with EnvClient.local(FirstPick) as client:
         tools = (await client.open("shop", index=0)).tools
@@ -76,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
     rows = asyncio.run(prompts(ChatFormat(tokenizer), chosen.steps * chosen.groups, seed=1000 * chosen.seed))
-    rate = parity if chosen.device == "cuda" else reward  # random weights earn nothing else
+    rate = parity if chosen.device == "cuda" else reward  # the only reward that random weights can earn
     on_gpu = {
         "bf16": True,
         "gradient_checkpointing": True,
@@ -116,7 +116,7 @@ def main() -> None:
                 rate(text, one) for text, one in zip(completions, right, strict=True)
             ],
             args=config,
-            # Explicit, as deriving it from the content of a table fails with some versions of pyarrow.
+            # Explicit, because some versions of pyarrow cannot derive it from the content of a table.
             train_dataset=Dataset(InMemoryTable.from_pylist(rows), fingerprint="prompts"),
             processing_class=tokenizer,
             callbacks=[Steps(chosen.groups * GROUP_SIZE)],

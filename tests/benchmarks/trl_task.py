@@ -1,7 +1,8 @@
-"""One decision of the shop in one turn, after the search: the seller whose offer to view.
+"""A one-turn decision in the shop after the search: the seller to view.
 
-TRL's own loop ends an episode when the model stops calling tools; an environment cannot end it. A task of
-one turn is equal on both sides: the same prompt tokens, one completion, one reward.
+TRL's loop ends an episode when the model stops calling tools, and an environment cannot end it. A one-turn
+task
+is equal on both sides: the same prompt tokens, one completion, one reward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FirstPick(Shop):
 
 
 class Parity(FirstPick):
-    """Rewards any words of odd length, which gives a model with random weights something to learn from."""
+    """Rewards any words of odd length, so that a model with random weights can learn."""
 
     def respond(self, text):
         return Done("That was it.", reward=parity(text))
@@ -58,7 +59,7 @@ def parity(text: str, right: str = "") -> float:
 
 
 def reward(text: str, right: str) -> float:
-    """Return the reward of ``FirstPick`` for a completion: 1 if its first call names the right seller."""
+    """Return the reward of ``FirstPick`` for a completion: 1 if the first call names the right seller."""
     found = _CALL.search(text)
     try:
         call = json.loads(found.group(1)) if found else {}

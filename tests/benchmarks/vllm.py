@@ -1,8 +1,9 @@
-"""Sampled tokens a second of vLLM through our ``Engine``, compared with raw vLLM, the ceiling.
+"""Sampled tokens per second of vLLM through our ``Engine``, compared with raw vLLM as the ceiling.
 
 Both have the same model and arguments and take turns, pass by pass, so that other load affects both. Then
-weights are pushed to ours; the ceiling of that is the memory bandwidth of the device. On a GPU the models
-have the shapes of Qwen3; on a CPU, where ``make vllm`` installs vLLM, a tiny model exercises the code path.
+weights are pushed to our engine. The ceiling of a push is the memory bandwidth of the device. On a GPU the
+models have the shapes of Qwen3. On a CPU, with the vLLM of ``make vllm``, a tiny model exercises the code
+path.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PUSHES = 4
 
 
 def load(seed: int, *, device: str) -> tuple[list[list[int]], list[int]]:
-    """Return prompts that no earlier pass has used, and the length of each completion."""
+    """Return new prompts and the length of each completion."""
     draw, size = np.random.default_rng(seed), LOAD[device]
     prompts = draw.integers(3, 500, size=(size["sessions"], size["prompt"])).tolist()
     return prompts, draw.integers(size["shortest"], size["longest"], size=size["sessions"]).tolist()
@@ -72,7 +73,7 @@ class Raw:
         return float(self._answer("seconds"))
 
     def _answer(self, word: str) -> str:
-        """Return the text after a word in the output, which also has the log of vLLM."""
+        """Return the text after a word in the output, skipping the log of vLLM."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(word):
@@ -103,7 +104,7 @@ async def ours(engine: EnginePool, prompts: list[list[int]], lengths: list[int])
 async def measure(
     options: ServingOptions, passes: int, weights: Mapping[str, torch.Tensor]
 ) -> tuple[list[float], list[float], float]:
-    """Return the tokens a second of each pass, ours and raw, and the seconds of the fastest push."""
+    """Return the tokens per second of each pass, ours and raw, and the seconds of the fastest push."""
     engine, raw = EnginePool(options, python=PYTHON[options.device]), Raw(options)
     speeds: tuple[list[float], list[float]] = ([], [])
     pushes = []

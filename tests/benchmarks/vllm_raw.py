@@ -1,6 +1,6 @@
-"""Raw vLLM for ``tests.benchmarks.vllm``, run by the interpreter with vLLM; each line of input is one pass.
+"""Raw vLLM for ``tests.benchmarks.vllm``, run by the interpreter with vLLM. Each line of input is one pass.
 
-A line is ``[prompts, lengths]``; the answer is the time of ``AsyncLLM`` for all prompts at once in seconds.
+A line is ``[prompts, lengths]``. The answer is the time of ``AsyncLLM`` for all prompts at once, in seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AgentBench's development files, where this machine has them."""
+"""AgentBench's development files, if this machine has them."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ PLACES = [
 
 
 def folder(name):
-    """Return the folder of a task's files; skip the test where there is none."""
+    """Return the folder of a task's files. Skips the test if it does not exist."""
     found = next((place / name for place in PLACES if (place / name).is_dir()), None)
     if found is None:
         pytest.skip("set AGENTBENCH_DATA to the data folder of AgentBench")

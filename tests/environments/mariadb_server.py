@@ -13,7 +13,7 @@ import pytest
 
 
 class MariaDbServer:
-    """``mariadbd`` with its data in a folder, which can be killed and restarted."""
+    """``mariadbd`` with its data in a folder. It can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         pytest.importorskip("pymysql", reason="pip install PyMySQL")
@@ -41,7 +41,7 @@ class MariaDbServer:
         deadline = time.monotonic() + 120
         while not self._listens():
             assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
-            assert time.monotonic() < deadline, "mariadbd does not listen"
+            assert time.monotonic() < deadline, "mariadbd is not listening"
             time.sleep(0.05)
 
     def _listens(self) -> bool:
@@ -49,7 +49,7 @@ class MariaDbServer:
             return connection.connect_ex(str(self._socket)) == 0
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """End the server, by default in order."""
+        """Stop the server, by default cleanly."""
         if self._process is not None:
             self._process.send_signal(number)
             self._process.wait()
@@ -65,7 +65,7 @@ class MariaDbServer:
             return list(cursor.fetchall())
 
     def leftovers(self) -> list[str]:
-        """Return the databases and users of episodes."""
+        """Return the remaining databases and users of episodes."""
         databases = [name for (name,) in self.sql("SHOW DATABASES") if name.startswith("agentrl_")]
         users = [name for (name,) in self.sql("SELECT user FROM mysql.user") if name.startswith("agentrl_")]
         return sorted([*databases, *users])

@@ -1,4 +1,4 @@
-"""Episodes that a task's expert plays."""
+"""Play episodes with a task's expert."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Played(NamedTuple):
 
 
 async def play(session):
-    """Let the expert play a session to its end; every call must be valid."""
+    """Let the expert play a session to its end. Every call must be valid."""
     transcript, reward, metrics = [str(message.content) for message in session.messages], 0.0, {}
     while not session.status.final:
         move = await session.expert()

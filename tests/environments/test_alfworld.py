@@ -1,4 +1,4 @@
-"""ALFWorld: its games, its engine's processes, and what happens when one of them dies."""
+"""ALFWorld: games, engine processes, and their failures."""
 
 import asyncio
 import importlib.util
@@ -19,7 +19,7 @@ from tests.environments.play import play
 pytestmark = pytest.mark.environments
 
 if not importlib.util.find_spec("textworld"):
-    pytest.skip("needs the extra alfworld", allow_module_level=True)
+    pytest.skip("the extra alfworld is not installed", allow_module_level=True)
 
 FOLDER = Path(__file__).parents[2] / "environments" / "alfworld"
 ALFWORLD = load_target(str(FOLDER))
@@ -45,7 +45,7 @@ def act(action):
 
 
 def children(pid):
-    """Return the processes that a process forked and that have not ended."""
+    """Return the living child processes of a process."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -132,7 +132,7 @@ async def test_noisy_expert_takes_detours_and_wins(client):
     assert sum(len(played.transcript) for played in detours) > sum(len(played.transcript) for played in plans)
 
 
-async def test_fork_continues_on_a_process_of_its_own(client):
+async def test_fork_continues_in_its_own_process(client):
     session = await client.open("alfworld", split="test", index=2)
     await session.step(await session.expert())
     (fork,) = await session.fork(1)
@@ -164,7 +164,7 @@ async def test_death_of_the_engine_itself_spares_the_sessions_and_the_next_one_s
     assert ALFWORLD.engine.process is not process
 
 
-def test_request_without_end_ends_with_its_process():
+def test_endless_request_ends_with_its_process():
     engine = workers.Engine(cpu_seconds=0.02)
     try:
         player, neighbour = engine.open(), engine.open()
@@ -200,7 +200,7 @@ def test_server_imports_neither_textworld_nor_the_planner():
 
 
 def write_games(root, names):
-    """Write a generated game at each path, of the task type in its name, as ALFWorld's download has them."""
+    """Write a generated game to each path, as in ALFWorld's download. The name gives the task type."""
     levels = {"two": 3}
     engine = ALFWORLD.engine
     for name in names:
@@ -244,7 +244,7 @@ async def test_games_of_alfworlds_download_load(tmp_path, monkeypatch, client):
 
 
 @pytest.mark.parametrize("content", ['{"type": 5}', "[]", "5", '["a", 5]', '{"type": ["a", null]}', "{"])
-def test_list_of_games_that_is_none_is_refused(tmp_path, monkeypatch, content):
+def test_invalid_list_of_games_is_rejected(tmp_path, monkeypatch, content):
     path = tmp_path / "games.json"
     path.write_text(content)
     monkeypatch.setenv("ALFWORLD_GAMES", str(path))

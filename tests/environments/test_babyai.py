@@ -1,4 +1,4 @@
-"""BabyAI: its levels and splits, the bot as expert, the view as text, and what a hostile policy gains."""
+"""BabyAI: levels and splits, the bot as expert, the view as text, and attacks by a policy."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from agentrl_env.hosting.loader import load_target
 from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
-pytest.importorskip("minigrid", reason="no minigrid here; make .venv/.environments installs it")
+pytest.importorskip("minigrid", reason="minigrid is not installed; run make .venv/.environments")
 
 Babyai = load_target(str(Path(__file__).parents[2] / "environments" / "babyai"))
 PACKAGE = Babyai.__module__.rpartition(".")[0]
@@ -49,7 +49,7 @@ async def test_bot_solves_two_hundred_held_out_problems(client, difficulty):
     await solves(client, "test" + difficulty, range(200))
 
 
-async def test_bot_solves_what_random_actions_have_left(client):
+async def test_bot_solves_the_position_after_random_actions(client):
     for index in range(8):
         session = await client.open("babyai", split="test-2", index=index)
         rng = np.random.default_rng(index)
@@ -157,7 +157,7 @@ async def test_steps_of_the_level_truncate_the_episode(client):
     assert result.metrics["steps"] == levels.MAX_STEPS[1]
 
 
-async def test_fork_goes_on_from_the_state_of_the_original(client):
+async def test_fork_continues_from_the_state_of_the_original(client):
     session = await client.open("babyai", split="test-3", index=2)
     for _ in range(3):
         await session.step(await session.expert())

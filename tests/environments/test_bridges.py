@@ -1,4 +1,4 @@
-"""The same seeded episode through every protocol."""
+"""The same seeded episode over every protocol."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ OTHERS = (
 SANDBOXED = OTHERS[:4]
 ENGINES = {"babyai": "minigrid", "knowledgegraph": "pyoxigraph"}
 pytestmark = pytest.mark.bridges
-pytest.importorskip("openenv", reason="OpenEnv is not installed; make bridges installs it")
+pytest.importorskip("openenv", reason="OpenEnv is not installed; run make bridges")
 
 
 def sandbox_or_skip():
@@ -40,7 +40,7 @@ def sandbox_or_skip():
 @pytest.mark.parametrize("name", STARTER + OTHERS)
 async def test_same_episode_has_the_same_transcript_and_reward_over_every_protocol(name, choice):
     if engine := ENGINES.get(name):
-        pytest.importorskip(engine, reason="its engine is not installed; make environments installs it")
+        pytest.importorskip(engine, reason="its engine is not installed; run make environments")
     if name in SANDBOXED:
         sandbox_or_skip()
     server = EnvServer([load_target(str(FOLDER / name))], port=0, drain_s=0.0, oracle=True)

@@ -1,4 +1,4 @@
-"""Collab: its specifications and partner, what is kept from the agent, and what a hostile policy gains."""
+"""Collab: specifications, the partner, hidden information, and attacks by a policy."""
 
 import json
 import random
@@ -58,7 +58,7 @@ async def said(session, question):
 
 
 @every_level
-async def test_expert_writes_what_is_wanted_and_repeats(client, level):
+async def test_expert_writes_correct_code_and_is_deterministic(client, level):
     for index in range(8):
         played = await play(await client.open("collab", split="test" + suffix(level), index=index))
         assert (played.reward, played.metrics["tests"], played.metrics["told"]) == (1.0, 1.0, 1.0)
@@ -85,8 +85,8 @@ def test_splits_have_a_thousand_different_problems_and_share_none(level):
 
 
 @every_level
-def test_hidden_tests_tell_a_changed_detail(level):
-    """A change of one aspect is equal to the original only where the other aspects make it void."""
+def test_hidden_tests_detect_a_changed_detail(level):
+    """A change of one aspect passes only if the other aspects make it irrelevant."""
     rng, changed, found = random.Random(level), 0, 0
     for index in range(25):
         data = sample(level, index)
@@ -103,8 +103,8 @@ def test_hidden_tests_tell_a_changed_detail(level):
 
 
 @every_level
-def test_request_and_names_do_not_tell_the_specification(level):
-    """The references of other problems with the same request fail: the details have to be asked for."""
+def test_request_and_names_do_not_reveal_the_specification(level):
+    """The references of other problems with the same request fail, so the agent must ask for the details."""
     data = sample(level)
     right = wanted(data)
     cases = right.cases(1)
@@ -117,7 +117,7 @@ def test_request_and_names_do_not_tell_the_specification(level):
 # The partner
 
 
-async def test_partner_tells_what_is_asked_two_details_at_a_time(client):
+async def test_partner_answers_questions_with_two_details_at_a_time(client):
     data = sample()
     texts = data["privileged"]["specification"]
     session = await client.open("collab", split="test-3", index=0)
@@ -135,7 +135,7 @@ async def test_partner_tells_what_is_asked_two_details_at_a_time(client):
     assert text.messages[-1].content == texts["limit"]
 
 
-async def test_partner_says_what_a_level_leaves_alone(client):
+async def test_partner_answers_about_unused_aspects_of_a_level(client):
     session = await client.open("collab", split="test", index=0)
     assert await said(session, "Can an id be a duplicate, and can a value be missing?") == (
         "No id occurs more than once. No value is ever missing."
@@ -174,7 +174,7 @@ async def test_injected_text_gains_no_more_than_two_details(client, question):
     assert (await call(session, "submit", code="")).reward == 0.0
 
 
-# What is kept from the agent
+# Hidden information
 
 
 async def test_only_the_operator_sees_the_specification_and_the_reference():
@@ -225,7 +225,7 @@ async def test_privileged_text_of_a_given_sample_is_never_run(client, tmp_path):
         {},
     ],
 )
-async def test_invalid_specification_is_an_error_and_no_reward(client, choices):
+async def test_invalid_specification_is_an_error_and_not_a_reward(client, choices):
     with pytest.raises(Exception, match=r"no specification|has no option"):
         await client.open("collab", sample={**sample(1), "choices": choices})
 
@@ -253,7 +253,7 @@ async def test_invalid_specification_is_an_error_and_no_reward(client, choices):
         "import sys; return sys._getframe(1).f_locals.get('expected', True)",
     ],
 )
-async def test_code_that_does_not_do_what_is_wanted_earns_nothing(client, body):
+async def test_incorrect_code_earns_nothing(client, body):
     function = wanted(sample(1)).domain.function
     session = await client.open("collab", split="test", index=0)
     result = await call(session, "submit", code=f"def {function}(records):\n    {body}\n")
@@ -261,7 +261,7 @@ async def test_code_that_does_not_do_what_is_wanted_earns_nothing(client, body):
 
 
 @pytest.mark.parametrize("code", ["", "def", "\x00", "x = '\ud800'", "#" * 100_000, "import no_such_module"])
-async def test_text_that_is_no_code_earns_nothing(client, code):
+async def test_text_without_code_earns_nothing(client, code):
     session = await client.open("collab", split="test", index=0)
     assert (await call(session, "submit", code=code)).reward == 0.0
 
@@ -276,7 +276,7 @@ async def test_runner_that_crashes_is_a_failed_episode(client, monkeypatch):
     assert "OSError: no device" in json.dumps(result.info)
 
 
-async def test_solution_may_print(client):
+async def test_solution_can_print(client):
     data = sample(1)
     code = data["privileged"]["reference"].replace(
         "rows = records", "print('debug', flush=True); rows = records"
@@ -312,7 +312,7 @@ def test_results_are_equal_up_to_rounding(given, expected, equal):
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    """A chat endpoint that answers each request with its replies in turn; a number is a status."""
+    """A chat endpoint that answers requests with its replies in turn. A number is a status."""
 
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -355,7 +355,7 @@ async def test_model_answers_from_the_specification_and_knows_no_code(client, en
     assert (result.reward, result.metrics["questions"]) == (1.0, 3.0)
 
 
-async def test_endpoint_that_fails_is_no_reward_of_zero(client, endpoint):
+async def test_failing_endpoint_is_not_a_reward_of_zero(client, endpoint):
     endpoint.replies = [400]
     session = await client.open("collab", split="test", index=0)
     result = await call(session, "ask", question="Which ones?")

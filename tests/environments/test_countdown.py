@@ -1,4 +1,4 @@
-"""Countdown: its problems of every level, its arithmetic, and what a hostile policy gains."""
+"""Countdown: problems of every level, arithmetic, and attacks by a policy."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ def test_arithmetic_is_exact_and_has_the_usual_precedence(text, value):
     assert arithmetic.evaluate(text)[0] == value
 
 
-async def test_calculating_goes_on_and_a_wrong_answer_ends_the_episode(client):
+async def test_calculating_continues_and_a_wrong_answer_ends_the_episode(client):
     session = await client.open("countdown", sample=TEN)
     result = await session.step(call("calculate", "3 / 2"))
     assert (result.done, result.messages[0].content) == (False, "3 / 2 = 3/2")
@@ -129,7 +129,7 @@ async def test_calculating_goes_on_and_a_wrong_answer_ends_the_episode(client):
         "inf",
     ],
 )
-async def test_what_is_no_expression_of_the_numbers_earns_nothing(client, text):
+async def test_invalid_expression_earns_nothing(client, text):
     for name in ("calculate", "answer"):
         session = await client.open("countdown", sample=TEN)
         result = await session.step(call(name, text))
@@ -137,7 +137,7 @@ async def test_what_is_no_expression_of_the_numbers_earns_nothing(client, text):
         assert len(result.messages[0].content) < 300
 
 
-async def test_nothing_that_is_shown_has_the_solution(client):
+async def test_no_message_contains_the_solution(client):
     for index in range(20):
         session = await client.open("countdown", split="test-2", index=index)
         solution = json.loads((await session.expert()).tool_calls[0].function.arguments)["expression"]

@@ -1,4 +1,4 @@
-"""The dbbench task: generated problems, AgentBench's records, grading, and hostile SQL, on SQLite."""
+"""The dbbench task on SQLite: generated problems, AgentBench's records, grading, and hostile SQL."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def test_doing_nothing_and_guessing_fail(level):
 
 @every_level
 def test_questions_are_english(level):
-    """Names have the kind of their row, heights are not "highest", and nobody orders a town."""
+    """Names match the kind of their row, heights are not "highest", and nobody orders a town."""
     for number in generator.numbers("test")[:150]:
         problem = generator.generate(int(level[1:] or 1), number)
         text = problem.question
@@ -101,7 +101,7 @@ def test_problems_are_distinct_and_splits_share_none(level, count):
         (["a", "b"], ["[('a',), ('b',)]"]),
     ],
 )
-def test_right_answers_are_right(right, given):
+def test_correct_answers_are_accepted(right, given):
     assert grading.same_answers(right=right, given=given)
 
 
@@ -125,11 +125,11 @@ def test_right_answers_are_right(right, given):
         ([1], ["٢"]),
     ],
 )
-def test_wrong_answers_are_wrong(right, given):
+def test_wrong_answers_are_rejected(right, given):
     assert not grading.same_answers(right=right, given=given)
 
 
-def test_order_and_repetition_count_where_they_are_asked_for():
+def test_order_and_repetition_count_if_the_question_requires_them():
     assert not grading.same_answers(["b", "a"], ["a", "b"], ordered=True)
     assert grading.same_answers(["a", "a"], ["a"], as_set=True)
     assert not grading.same_answers(["a", "b"], ["a"], as_set=True)
@@ -147,7 +147,7 @@ def dev_records():
 
 
 def corrupted(record):
-    """Return answers or SQL like a record's own, with one value changed."""
+    """Return a record's answers or SQL with one value changed."""
     wrong = record["label"][0]
     if not official.WRITE.match(wrong):
         return [f"{wrong}7" if wrong != "none" else "7", *record["label"][1:]]
@@ -259,7 +259,7 @@ def test_evidence_is_part_of_the_question():
     )
 
 
-def test_change_of_several_statements_is_right_when_all_of_them_ran():
+def test_change_by_several_statements_is_right_if_all_of_them_ran():
     changes = ["UPDATE t SET b = 'z' WHERE a = '1';", "DELETE FROM t WHERE a = '2'"]
     record = changed(type=["UPDATE"], label=changes)
     for done, expected in ((changes, 1.0), (changes[:1], 0.0), ([], 0.0)):
@@ -288,7 +288,7 @@ def test_gold_sql_that_does_nothing_here_leaves_the_decision_to_the_hash():
     assert reward(environment) == 1.0
 
 
-def test_broken_file_leaves_the_others_alone(tmp_path):
+def test_broken_file_does_not_affect_the_others(tmp_path):
     written = {
         "deep.json": "[" * 100_000,
         "nested.jsonl": json.dumps(RECORD).replace('["2"]', "[" * 400 + '"2"' + "]" * 400),
@@ -390,7 +390,7 @@ def test_hostile_statement_is_refused_and_changes_nothing(query):
     environment.close()
 
 
-def test_catalogue_tells_nothing_of_the_answer():
+def test_catalogue_does_not_reveal_the_answer():
     environment = started(level=1, number=0)
     text = environment.execute_sql("SELECT * FROM sqlite_master")
     assert "CREATE TABLE" in text
@@ -413,7 +413,7 @@ def test_database_does_not_fill_the_memory():
     assert reward(environment) == 0.0
 
 
-async def test_crash_of_one_episode_leaves_the_others_alone():
+async def test_crash_of_one_episode_does_not_affect_the_others():
     async with EnvClient.local(Dbbench) as client:
         one, other = [await client.open("dbbench", split="train", index=i) for i in (0, 1)]
         for _ in range(3):

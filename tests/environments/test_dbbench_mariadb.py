@@ -1,4 +1,4 @@
-"""The dbbench task on a MariaDB server that the tests start."""
+"""The dbbench task on a private MariaDB server."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def mariadb(tmp_path_factory):
 
 @pytest.fixture
 def start(mariadb):
-    """Start an episode on the server; close it when the test ends."""
+    """Start an episode on the server. It is closed when the test ends."""
     task = type("Dbbench", (Dbbench,), {"server": module.Server(mariadb.url)})
     opened = []
 
@@ -190,7 +190,7 @@ def test_catalogue_shows_neither_other_episodes_nor_the_answer(start, query):
     assert one.problem.gold not in text
 
 
-def test_endless_or_huge_statement_ends_and_is_undone(start, monkeypatch):
+def test_endless_or_huge_statement_is_stopped_and_rolled_back(start, monkeypatch):
     monkeypatch.setattr(sys.modules[type(start(level=1, number=0).database).__module__], "SECONDS", 0.5)
     environment = start(level=1, number=0)
     table = environment.problem.tables[0].name
@@ -209,7 +209,7 @@ def test_endless_or_huge_statement_ends_and_is_undone(start, monkeypatch):
     assert len(environment.execute_sql(f"{many} SELECT REPEAT('x', 10000000) FROM n")) < 1000
 
 
-async def test_fork_has_a_database_of_its_own(client):
+async def test_fork_has_its_own_database(client):
     session = await client.open("dbbench", split="test-2", index=0)
     (twin,) = await session.fork(1)
     tables = re.findall(r"Table (\w+):", str(session.messages[0].content))
@@ -235,7 +235,7 @@ sys.stdin.read()
 """
 
 
-def test_leftovers_of_a_killed_process_are_swept_and_those_of_a_living_one_are_kept(mariadb):
+def test_leftovers_of_killed_processes_are_removed_and_data_of_living_ones_is_kept(mariadb):
     def begun():
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CRASH), str(FOLDER)],

@@ -1,4 +1,4 @@
-"""The frozen lake: its lakes of every level, its best policy, and what a hostile policy gains."""
+"""The frozen lake: lakes of every level, the best policy, and attacks by a policy."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ async def test_expert_crosses_sixty_held_out_lakes_that_are_not_slippery(client)
 @pytest.mark.extended
 @pytest.mark.parametrize("level", LEVELS[1:])
 async def test_expert_reaches_the_proven_chance_on_sixty_slippery_lakes(client, level):
-    """The successes are within four standard deviations of the sum of the chances."""
+    """The number of successes is within four standard deviations of the expected number."""
     rewards, chances = [], []
     for index in range(60):
         _, reward, metrics = await play(await client.open("frozenlake", split="test" + level, index=index))
@@ -51,7 +51,7 @@ async def test_expert_reaches_the_proven_chance_on_sixty_slippery_lakes(client, 
     assert abs(sum(rewards) - chances.sum()) < 4 * np.sqrt((chances * (1 - chances)).sum())
 
 
-def test_chance_of_the_best_policy_is_that_of_playing_every_policy():
+def test_chance_of_the_best_policy_matches_enumeration_of_all_policies():
     """On a lake of four cells with two moves, no policy does better than the value."""
     lake, moves = "SF\nFG", 2
     chances = lakes.engine(lake, True).P
@@ -128,7 +128,7 @@ async def test_fork_slips_as_the_original_does(client):
 @pytest.mark.parametrize(
     "direction", ["", "RIGHT", "right ", "right;up", 2, 10**400, None, ["right"], {"x": 1}, "٢"]
 )
-async def test_what_is_no_direction_is_refused_and_moves_nothing(client, direction):
+async def test_invalid_direction_is_rejected_and_moves_nothing(client, direction):
     session = await client.open("frozenlake", sample=SMALL)
     result = await session.step(move(direction))
     assert (result.status, result.reward, result.metrics["invalid_calls"]) == ("running", 0.0, 1.0)
@@ -136,8 +136,8 @@ async def test_what_is_no_direction_is_refused_and_moves_nothing(client, directi
     assert (await session.step(move("down"))).reward == 1.0
 
 
-async def test_slips_do_not_follow_from_what_is_shown(client):
-    """Episodes of one lake whose first turns look alike go on differently."""
+async def test_slips_cannot_be_predicted_from_the_messages(client):
+    """Episodes on one lake with the same first turns continue differently."""
     seen = set()
     for seed in range(40):
         session = await client.open("frozenlake", sample=SLIPPERY, seed=seed)
@@ -146,6 +146,6 @@ async def test_slips_do_not_follow_from_what_is_shown(client):
 
 
 @pytest.mark.parametrize("lake", [[], [""], ["FS", "FG"], ["SF", "G"], ["SX", "FG"], ["SS", "FG"], "SFFG"])
-async def test_data_that_is_no_lake_fails_and_scores_nothing(client, lake):
+async def test_invalid_lake_fails_without_a_score(client, lake):
     with pytest.raises(Exception, match="a lake is rows"):
         await client.open("frozenlake", sample={**SMALL, "lake": lake})

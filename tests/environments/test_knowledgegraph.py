@@ -1,4 +1,4 @@
-"""The knowledge graph: its questions, its tools on both stores, and what a hostile policy gains."""
+"""The knowledge graph: questions, tools on both stores, and attacks by a policy."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.environments.play import play
 
 pytestmark = pytest.mark.environments
 
-pyoxigraph = pytest.importorskip("pyoxigraph", reason="needs the extra knowledgegraph")
+pyoxigraph = pytest.importorskip("pyoxigraph", reason="the extra knowledgegraph is not installed")
 
 KG = load_target(str(Path(__file__).parents[2] / "environments" / "knowledgegraph"))
 PACKAGE = KG.__module__.rpartition(".")[0]
@@ -44,7 +44,7 @@ def opened(data):
 
 
 def call(environment, action):
-    """Run a call as AgentBench's files write it."""
+    """Run a call in the notation of AgentBench's files."""
     name, _, rest = action.removesuffix(")").partition("(")
     return getattr(environment, name)(*rest.split(","))
 
@@ -88,7 +88,7 @@ def test_splits_have_a_thousand_different_questions_and_share_none(level):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_place_of_the_right_relation_is_not_a_habit_at_level_1(split):
+def test_position_of_the_right_relation_varies_at_level_1(split):
     place, places = world.world(), Counter()
     number = {identifier: i for i, identifier in enumerate(place.ids)}
     for index in range(400):
@@ -116,7 +116,7 @@ def test_names_have_english_plurals(noun, plural):
 
 
 def test_questions_name_the_university_and_repeat_no_relation():
-    """Such as "the alumni of the University of Cedrum", and "the rivers that flow through both A and B"."""
+    """Examples: "the alumni of the University of Cedrum", "the rivers that flow through both A and B"."""
     repeated = 0
     for data in (question(2, index) for index in range(400)):
         text, actions = data["question"], data["actions"]
@@ -170,7 +170,7 @@ def test_f1_counts_the_shared_answers_and_numbers_compare_as_numbers():
 
 
 def facts(*triples):
-    """Return an embedded store; an integer object is the value of an attribute."""
+    """Return an embedded store. An integer object is the value of an attribute."""
 
     def term(value):
         return f'"{value}"^^<{sparql.XSD}integer>' if isinstance(value, int) else f"<{sparql.NS}{value}>"
@@ -193,7 +193,7 @@ ALL = ("neighbors", ("entity", "common.topic"), "topic.storms")
         (("count", ("intersection", CYCLONES, REGION)), ["1"]),
         (("argmin", CYCLONES, "storm.wind"), ["m.0a"]),
         (("argmax", CYCLONES, "storm.wind"), []),  # the starting entity has the highest value
-        (("neighbors", CYCLONES, "storm.damage"), ["m.0city"]),  # reached through the starting entity alone
+        (("neighbors", CYCLONES, "storm.damage"), ["m.0city"]),  # reached only through the starting entity
         (REGION, ["m.0a", "m.0marie"]),
         (ALL, ["common.topic", "m.0a"]),
     ],
@@ -295,7 +295,7 @@ async def test_no_answer_of_a_tool_shows_the_gold_answer(client):
                 assert not (len(answer["entity_name"].split()) > 1 and answer["entity_name"] in text), words
 
 
-def test_variables_that_would_take_long_are_not_made():
+def test_variables_that_would_take_long_are_rejected():
     environment = opened(next(q for i in range(1000) if len((q := question(1, i))["answer"]) > 1))
     for action in environment.gold:
         getattr(environment, action[0])(*action[1])
@@ -308,7 +308,7 @@ def test_variables_that_would_take_long_are_not_made():
     assert len(environment.variables) == 4
 
 
-async def test_text_that_is_no_final_answer_goes_on(client):
+async def test_text_without_a_final_answer_continues_the_episode(client):
     session = await client.open("knowledgegraph", split="test", index=0)
     for text in ("I don't know.", "Final Answer: none", "final answer #"):
         result = await session.step(Message.assistant(text))
@@ -407,7 +407,7 @@ RECORDS = [
 
 
 def graph(records):
-    """Return a store in which the gold calls of records find exactly their answers, and noise beside them."""
+    """Return a store with noise in which the gold calls of records find exactly their answers."""
     ns, xsd = sparql.NS, "http://www.w3.org/2001/XMLSchema#"
     store, fresh = pyoxigraph.Store(), iter(range(10**6))
 
@@ -418,7 +418,7 @@ def graph(records):
         store.add(pyoxigraph.Quad(node(one), node(relation), other))
 
     def witness(variables, variable, member):
-        """Add what makes an entity a member of a variable."""
+        """Add the facts that make an entity a member of a variable."""
         name, arguments = variable
         if name == "get_neighbors":
             base, relation = arguments
@@ -452,7 +452,7 @@ def graph(records):
 
 
 async def answers(records, endpoint, client):
-    """Play records with their gold calls; return the rewards."""
+    """Play records with their gold calls and return the rewards."""
     rewards = []
     for record in records:
         endpoint.store = graph([record])
@@ -496,7 +496,7 @@ async def test_development_file_of_agentbench_is_answered_right(endpoint, client
         assert (await play(session))[1] == 0.0
 
 
-def test_dirty_records_load_and_tell_what_they_need(tmp_path):
+def test_dirty_records_load_and_report_missing_fields(tmp_path):
     records = load(
         tmp_path,
         [
@@ -518,7 +518,7 @@ def test_dirty_records_load_and_tell_what_they_need(tmp_path):
             load(tmp_path, None, text=text)
 
 
-def test_answer_of_many_blanks_is_read_at_once():
+def test_answer_with_many_blanks_is_parsed_quickly():
     module = sys.modules[KG.__module__]
     assert module.FINAL.search("final answer:" + " " * 1_000_000 + "x") is None
     assert [module.FINAL.search(f"Final Answer:{text}")[1] for text in (" #3", "3", " # 3", "\n#3.")] == [
@@ -526,7 +526,7 @@ def test_answer_of_many_blanks_is_read_at_once():
     ] * 4
 
 
-def test_bad_line_of_a_file_is_told_by_its_question_alone(tmp_path):
+def test_bad_line_of_a_file_affects_only_its_question(tmp_path):
     lines = [json.dumps(RECORDS[0]), "{oops", json.dumps(RECORDS[1])]
     records = load(tmp_path, None, text="\n".join(lines))
     assert [record["qid"] for record in records] == ["1", "", "2"]
@@ -557,7 +557,7 @@ def test_one_record_or_an_object_of_records_is_a_file_of_questions(tmp_path):
         ),
     ],
 )
-async def test_dirty_record_is_opened_or_says_what_it_lacks(tmp_path, endpoint, client, fields, needs):
+async def test_dirty_record_opens_or_reports_what_is_missing(tmp_path, endpoint, client, fields, needs):
     (record,) = load(tmp_path, [{**RECORDS[1], "answer": [{"answer_argument": "0"}], **fields}])
     if needs:
         assert record["needs"][1:] == [needs]
@@ -574,13 +574,13 @@ async def test_dirty_record_is_opened_or_says_what_it_lacks(tmp_path, endpoint, 
         assert "boats.yard.ships" in listed.messages[0].content
 
 
-async def test_file_without_an_endpoint_says_what_to_set(tmp_path, client, monkeypatch):
+async def test_file_without_an_endpoint_names_the_setting(tmp_path, client, monkeypatch):
     monkeypatch.delenv("KNOWLEDGEGRAPH_SPARQL", raising=False)
     with pytest.raises(Exception, match="set KNOWLEDGEGRAPH_SPARQL"):
         await client.open("knowledgegraph", split="train", sample=load(tmp_path, RECORDS)[0])
 
 
-async def test_endpoint_that_fails_is_no_reward_of_zero(tmp_path, endpoint, client):
+async def test_failing_endpoint_is_not_a_reward_of_zero(tmp_path, endpoint, client):
     record = load(tmp_path, RECORDS)[1]
     session = await client.open("knowledgegraph", split="train", sample=record)
     endpoint.broken = 500, b"out of order"
@@ -589,7 +589,7 @@ async def test_endpoint_that_fails_is_no_reward_of_zero(tmp_path, endpoint, clie
     assert "answers 500: out of order" in json.dumps(result.info)
 
 
-async def test_endpoint_that_gives_up_on_a_query_lets_the_model_go_on(tmp_path, endpoint, client):
+async def test_query_that_the_endpoint_aborts_does_not_end_the_episode(tmp_path, endpoint, client):
     record = load(tmp_path, RECORDS)[1]
     endpoint.store = graph([record])
     session = await client.open("knowledgegraph", split="train", sample=record)

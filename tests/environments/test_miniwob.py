@@ -1,4 +1,4 @@
-"""MiniWoB++ in Chromium: its pages and their oracles, seeds, failures, and what a hostile policy gains."""
+"""MiniWoB++ in Chromium: pages and their oracles, seeds, failures, and attacks by a policy."""
 
 import asyncio
 import importlib.util
@@ -18,7 +18,7 @@ pytestmark = [
     needs_chromium,
     pytest.mark.skipif(
         importlib.util.find_spec("miniwob") is None,
-        reason="no miniwob here; make .venv/.environments installs it",
+        reason="miniwob is not installed; run make .venv/.environments",
     ),
 ]
 Miniwob = load_target(str(Path(__file__).parents[2] / "environments" / "miniwob"))
@@ -77,7 +77,7 @@ def test_splits_share_no_seed():
 
 
 async def clicked_in_order(session):
-    """Click the elements one after the other, and return the reward."""
+    """Click the elements in order and return the reward."""
     for element in range(1, 20):
         result = await session.step(call("click", element=element))
         if result.done:
@@ -85,16 +85,16 @@ async def clicked_in_order(session):
     return 0.0
 
 
-async def test_clicking_in_order_solves_no_problem_of_level_1(client):
+async def test_clicking_everything_in_order_solves_no_problem_of_level_1(client):
     for index in range(len(task.LEVELS[1])):
         session = await client.open("miniwob", split="test", index=index)
         await session.step(call("press", key="Tab"))
-        (fork,) = await session.fork(1)  # opens the seed that was found
+        (fork,) = await session.fork(1)  # opens the seed found above
         assert await clicked_in_order(session) == 0.0
         assert (await play(fork))[1] == 1.0
 
 
-async def test_problem_with_a_seed_alone_is_the_page_s_own(client):
+async def test_problem_given_by_a_seed_equals_the_original_page(client):
     official = {"page": "click-button", "seed": 2}  # its first button is the right one
     assert await clicked_in_order(await client.open("miniwob", sample=official)) == 1.0
     session = await client.open("miniwob", sample=official | {"must_be_read": True})
@@ -110,7 +110,7 @@ async def test_wrong_click_ends_the_episode_without_reward(client):
     assert (result.terminated, result.reward, result.metrics["raw_reward"]) == (True, 0.0, -1.0)
 
 
-async def test_what_an_element_is_not_for_is_an_error_that_the_model_reads(client):
+async def test_unsupported_action_on_an_element_is_an_error_for_the_model(client):
     session = await client.open("miniwob", sample={"page": "choose-list", "seed": 1})
     for move, answer in (
         (call("click", element=99), "no element 99"),
@@ -126,7 +126,7 @@ async def test_what_an_element_is_not_for_is_an_error_that_the_model_reads(clien
 
 @pytest.mark.extended
 @pytest.mark.parametrize("page", ["enter-text", "use-autocomplete-nodelay", "search-engine", "find-word"])
-async def test_text_that_is_code_is_only_text(client, page):
+async def test_code_in_a_text_is_not_run(client, page):
     for text in ATTACKS:
         session = await client.open("miniwob", sample={"page": page, "seed": 1})
         lines = session.messages[-1].content.splitlines()
@@ -143,7 +143,7 @@ async def test_text_that_is_code_is_only_text(client, page):
 
 
 async def test_pages_reach_no_network():
-    """A server on this machine, which accepts every connection, gets none."""
+    """A local server that accepts every connection receives none."""
     accepted = []
     server = await asyncio.start_server(lambda *streams: accepted.append(streams), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -158,7 +158,7 @@ async def test_pages_reach_no_network():
     assert (answer, accepted) == ("refused", [])
 
 
-async def test_fork_goes_on_from_the_state_of_the_original(client):
+async def test_fork_continues_from_the_state_of_the_original(client):
     session = await client.open("miniwob", sample={"page": "login-user", "seed": 2})
     await session.step(await session.expert())
     (fork,) = await session.fork(1)

@@ -1,4 +1,4 @@
-"""The os_interaction task: generated problems, AgentBench's, and policies that cheat, in real sandboxes."""
+"""The os_interaction task in real sandboxes: generated problems, AgentBench's problems, and cheating."""
 
 import json
 import os
@@ -35,7 +35,7 @@ FAMILIES = [(level, family) for level, families in generator.FAMILIES.items() fo
 
 @pytest.fixture
 def start():
-    """Start an episode of a problem; close it when the test ends."""
+    """Start an episode of a problem. It is closed when the test ends."""
     opened = []
 
     def started(**data):
@@ -50,7 +50,7 @@ def start():
 
 
 def of_family(family):
-    """Return level and number of a test problem of a family."""
+    """Return the level and index of a test problem of a family."""
     level = next(level for level, families in generator.FAMILIES.items() if family in families)
     asked = family(np.random.default_rng(0)).question.split()[:2]
     found = (
@@ -147,7 +147,7 @@ def test_development_problem_runs_with_its_own_check_or_match(start, number):
     assert answer or (checks and None not in checks)
     assert environment.answer_action(answer).reward == 1.0
     if number == 8 and "." in answer:
-        return  # its check cannot read a decimal point: a failure and not a wrong answer
+        return  # the check cannot read a decimal point, which is a failure and not a wrong answer
     for wrong in [f"{answer}7", None] if number % 5 == 3 else [f"{answer}7"]:
         other = start(**data)
         assert (other.finish_action("") if wrong is None else other.answer_action(wrong)).reward == 0.0
@@ -212,7 +212,7 @@ def test_checks_get_their_arguments_as_from_agentbench(start):
     assert environment.answer_action("5").reward == 1.0
 
 
-def test_python_check_can_import_what_the_agent_wrote_but_no_replaced_module(start):
+def test_python_check_can_import_the_agents_modules_but_no_replaced_modules(start):
     code = "import solution, textwrap\nexit(solution.double(2) != 4 or not textwrap.dedent)"
     evaluation = {"check": {"language": "python", "code": code}}
     data = {"problem": official.problem({**RECORD, "evaluation": evaluation}, None)}
@@ -236,7 +236,7 @@ PYTHON_CRASHES = ["import no_such_module", "undefined_name", "if:", "raise Runti
         "kill -9 $$",
     ],
 )
-def test_check_that_crashes_fails_the_episode_and_is_no_wrong_answer(start, check):
+def test_crashing_check_fails_the_episode_and_is_not_a_wrong_answer(start, check):
     evaluation = {"check": [None, check], "example": "cat a"}
     environment = start(problem=official.problem({**RECORD, "evaluation": evaluation}, None))
     with pytest.raises(SandboxFailed, match="a check of the problem crashes"):
@@ -269,7 +269,7 @@ def test_check_that_exceeds_its_time_fails_the_episode_unless_the_agent_is_why(s
     "init",
     ["touch /root/made; false", "no_such_program", ["true", {"language": "python", "code": "1 / 0"}]],
 )
-def test_init_script_that_fails_fails_the_episode(start, init):
+def test_failing_init_script_fails_the_episode(start, init):
     record = {**RECORD, "create": {"init": init}, "evaluation": {"check": "test -e /root/made"}}
     with pytest.raises(SandboxFailed, match="an init script of the problem fails"):
         start(problem=official.problem(record, None))
@@ -294,7 +294,7 @@ def bash(environment, script):
 
 @pytest.fixture
 def root(start):
-    """Start an episode in which the agent plays root, with a program that writes to /root/log."""
+    """Start an episode with the agent as root and a program that writes to /root/log."""
     writer = "(while sleep 0.05; do echo on >> /root/log; done) > /dev/null 2>&1 &"
     record = {**RECORD, "create": {"init": "useradd -m jack"}, "start": f"word=start; cd /tmp; {writer}"}
     return start(problem=official.problem(record, None))
@@ -314,14 +314,14 @@ def test_shell_keeps_folder_variables_and_functions_of_start_and_all_scripts(roo
     assert bash(root, "cd -") == "/var/log"
 
 
-def test_generated_problems_have_one_shell_too(start):
+def test_generated_problems_also_keep_one_shell(start):
     environment = start(**of_family(generator.count_lines))
     bash(environment, "mkdir deep; cd deep; x=5")
     assert bash(environment, "pwd; echo $x") == "/home/agent/deep\n5"
 
 
 @pytest.mark.parametrize("end", ["exit 3", "kill -9 $$", "set -e; false", "exec true"])
-def test_script_that_ends_the_shell_starts_a_new_one_and_says_so(root, end):
+def test_script_that_ends_the_shell_starts_a_new_shell_with_a_note(root, end):
     assert bash(root, f"x=1; cd /srv; {end}").endswith(
         "(The shell has ended. The next script runs in a new one.)"
     )
@@ -409,7 +409,7 @@ def test_machine_looks_like_a_normal_one(root):
     assert bash(root, "echo 1 > /var/log/x.conf; find / -name x.conf 2>/dev/null; true") == "/var/log/x.conf"
 
 
-def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start):
+def test_pattern_can_match_anywhere_in_the_answer_and_cannot_hang_the_server(start):
     record = {**RECORD, "evaluation": {"match": {"regex": r"\b5\b"}}}
     for answer, reward in (("It is 5.", 1.0), ("It is 55.", 0.0)):
         environment = start(problem=official.problem(record, None))
@@ -418,7 +418,7 @@ def test_pattern_may_match_anywhere_in_the_answer_and_takes_no_server_down(start
     assert slow.answer_action("a" * 3000 + "b").reward == 0.0
 
 
-def test_image_ubuntu_has_its_file(start):
+def test_ubuntu_image_has_its_file(start):
     record = {
         **RECORD,
         "create": {"local": "ubuntu"},
@@ -457,7 +457,7 @@ def test_example_that_prints_nothing_gives_no_reward_for_doing_nothing(start):
         start(problem=official.problem(failing, None))
 
 
-def test_broken_file_leaves_the_others_alone(tmp_path):
+def test_broken_file_does_not_affect_the_others(tmp_path):
     written = {
         "data/1/stock.json": json.dumps(RECORD),
         "data/train.json": json.dumps([RECORD, RECORD]),
@@ -565,7 +565,7 @@ def test_replaced_programs_do_not_pass_an_official_check(start, check):
     assert environment.answer_action("5").reward == 0.0
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
 def test_preloaded_library_does_not_pass_an_official_check(start):
     record = {**RECORD, "evaluation": {"check": {"language": "python", "code": "raise SystemExit(1)"}}}
     environment = start(problem=official.problem(record, None))
@@ -577,14 +577,14 @@ def test_preloaded_library_does_not_pass_an_official_check(start):
     assert environment.answer_action("5").reward == 0.0
 
 
-def test_example_is_not_run_where_the_agent_acts(start):
+def test_example_does_not_run_on_the_agents_machine(start):
     environment = start(problem=official.problem({**RECORD, "evaluation": CHECKED}, None))
     assert environment.example == "5\n"
     environment.bash_action("echo 6 > a; printf 'echo 6' > /usr/local/bin/cat")
     assert environment.answer_action("6").reward == 0.0
 
 
-async def test_machine_that_dies_takes_down_its_episode_alone():
+async def test_death_of_a_machine_fails_only_its_episode():
     async with EnvClient.local(OsInteraction) as client:
         one, other = [await client.open("os_interaction", split="test", index=index) for index in (0, 1)]
         for code in ("kill -9 -1; tail /dev/zero", "f() { f | f & }; f"):

@@ -1,4 +1,4 @@
-"""ScienceWorld: its variations, its Java processes, and what a hostile policy gains."""
+"""ScienceWorld: variations, Java processes, and attacks by a policy."""
 
 import asyncio
 import importlib.util
@@ -19,14 +19,14 @@ from tests.environments.play import play
 
 pytestmark = [
     pytest.mark.environments,
-    # py4j drops a socket that a process which has ended refuses; collecting the garbage closes it.
+    # py4j does not close a socket that an ended process refuses. Garbage collection closes it.
     pytest.mark.filterwarnings("ignore:.*ignored in. <socket:pytest.PytestUnraisableExceptionWarning"),
 ]
 
 if not importlib.util.find_spec("scienceworld"):
-    pytest.skip("needs the extra scienceworld", allow_module_level=True)
+    pytest.skip("the extra scienceworld is not installed", allow_module_level=True)
 if not shutil.which("java"):
-    pytest.skip("needs Java", allow_module_level=True)
+    pytest.skip("Java is not installed", allow_module_level=True)
 
 FOLDER = Path(__file__).parents[2] / "environments" / "scienceworld"
 SCIENCEWORLD = load_target(str(FOLDER))
@@ -52,7 +52,7 @@ def act(action):
 
 
 def java_processes():
-    """Return the Java processes that this process started and that have not ended."""
+    """Return the living Java processes that this process started."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -96,7 +96,7 @@ async def test_gold_path_solves_held_out_variations(client, level):
 
 
 @pytest.mark.extended
-async def test_problems_that_the_gold_path_fails_are_left_out(client):
+async def test_problems_that_the_gold_path_fails_are_omitted(client):
     played = {(one["task"], one["variation"]) for one in variations.problems("train", 1)}
     assert not played & variations.UNSOLVED
     sample = {"task": "test-conductivity", "variation": 375}
@@ -134,14 +134,14 @@ def test_levels_have_a_thousand_held_out_problems_and_splits_share_none(level):
     assert not drawn["validation"] & drawn["test"]
 
 
-async def test_expert_goes_on_after_other_actions(client):
+async def test_expert_continues_after_other_actions(client):
     session = await client.open("scienceworld", sample=ANIMAL)
     for action in ("look around", "inventory"):
         await session.step(act(action))
     assert (await play(session))[2]["success"] == 1.0
 
 
-async def test_fork_has_a_process_of_its_own(client):
+async def test_fork_has_its_own_process(client):
     session = await client.open("scienceworld", sample=ANIMAL)
     await session.step(act("look around"))
     (fork,) = await session.fork(1)
@@ -197,7 +197,7 @@ async def test_gold_path_is_computed_once_and_outside_the_processes_of_sessions(
     assert sorted(loaded) == [False, False, True]
 
 
-async def test_session_beyond_the_limit_of_processes_is_told_the_limit(client, monkeypatch):
+async def test_session_beyond_the_process_limit_reports_the_limit(client, monkeypatch):
     monkeypatch.setattr(simulator, "LIMIT", 1)
     session = await client.open("scienceworld", sample=ANIMAL)
     with pytest.raises(EnvironmentFailed, match="SCIENCEWORLD_PROCESSES"):
@@ -225,7 +225,7 @@ def test_missing_java_is_named_with_the_remedy(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("action", ["", "win", "OBJ", "focus on", "look around; look around", "/etc/passwd"])
-async def test_what_is_no_action_is_told_so_and_earns_nothing(client, action):
+async def test_invalid_action_is_reported_and_earns_nothing(client, action):
     session = await client.open("scienceworld", sample=ANIMAL)
     result = await session.step(act(action))
     assert result.messages[0].content.startswith("No known action matches that input.")
@@ -235,7 +235,7 @@ async def test_what_is_no_action_is_told_so_and_earns_nothing(client, action):
 
 
 @pytest.mark.parametrize("action", ["look around\nlook around", "x" * 10_000, "\x00", "look\x1baround"])
-async def test_texts_that_are_no_line_do_not_reach_the_simulator(client, action):
+async def test_texts_of_several_lines_do_not_reach_the_simulator(client, action):
     session = await client.open("scienceworld", sample=ANIMAL)
     result = await session.step(act(action))
     assert "An action is one line" in result.messages[0].content
@@ -252,7 +252,7 @@ async def test_focus_on_the_wrong_thing_forfeits_all_points(client):
     assert total + result.reward == pytest.approx(0.0)
 
 
-async def test_gold_path_is_not_in_what_a_session_tells(client):
+async def test_session_does_not_reveal_the_gold_path(client):
     session = await client.open("scienceworld", sample=ANIMAL)
     told = session.messages[0].content
     while not session.status.final:

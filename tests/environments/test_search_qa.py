@@ -1,4 +1,4 @@
-"""Search QA: its questions and pages, its search, own corpora, and what a hostile policy gains."""
+"""Search QA: questions, pages, search, custom corpora, and attacks by a policy."""
 
 import json
 import random
@@ -81,7 +81,7 @@ def test_splits_have_a_thousand_different_questions_and_share_none(level):
     assert {len(one) for one in asked.values()} <= {
         999,
         1000,
-    }  # a start such as "Name" and "Tell me" may differ
+    }  # openings such as "Name" and "Tell me" can differ
     assert not asked["test"] & asked["train"]
     assert not asked["test"] & asked["validation"]
     assert not asked["validation"] & asked["train"]
@@ -98,7 +98,7 @@ def test_world_and_pages_depend_on_the_seed_alone():
         assert text_of(title) == text
 
 
-def test_every_fact_stands_on_the_page_of_its_subject():
+def test_every_fact_is_on_the_page_of_its_subject():
     known = world.world()
     for name, facts in known.facts.items():
         for subject in list(facts)[:100]:
@@ -126,8 +126,8 @@ def test_questions_repeat_no_word_of_their_start(level):
 
 
 @every_level
-def test_answers_are_those_of_the_facts_and_stand_on_the_last_page(level):
-    """Follows the relations of a question's meaning again, by the whole table of facts."""
+def test_answers_match_the_facts_and_are_on_the_last_page(level):
+    """Follow the relations in a question's meaning through the table of facts."""
     known, rng = world.world(), random.Random(level)
     draw = getattr(questions, f"_{questions.LEVELS[level]}")
     checked = 0
@@ -177,14 +177,14 @@ def test_questions_do_not_contain_their_answers(level):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The modules of the task with all of its 40,000 pages."""
+    """The modules of the task with all 40,000 pages."""
     package = load_target(str(FOLDER)).__module__.rpartition(".")[0]
     return [sys.modules[f"{package}.{name}"] for name in ("environment", "questions")]
 
 
 @pytest.mark.slow
 @every_level
-def test_most_common_answer_of_like_questions_is_hardly_ever_right(whole, level):
+def test_most_common_answer_to_similar_questions_is_rarely_right(whole, level):
     _, questions = whole
     common, right = defaultdict(Counter), 0
     for index in range(5000):
@@ -199,7 +199,7 @@ def test_most_common_answer_of_like_questions_is_hardly_ever_right(whole, level)
 
 
 def _form(question):
-    """Return what a question asks for: the words without names of its beginning."""
+    """Return the first words of a question without names."""
     return " ".join(word for word in question["question"].split()[:9] if word.islower())
 
 
@@ -277,7 +277,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-async def test_any_text_is_searched_and_read_and_earns_nothing(client, text):
+async def test_any_text_can_be_searched_and_read_and_earns_nothing(client, text):
     session = await client.open("search_qa", split="test", index=1)
     for name, argument in (("search", "query"), ("read", "title")):
         result = await call(session, name, **{argument: text})
@@ -298,7 +298,7 @@ async def test_listing_every_candidate_earns_nothing(client):
         assert (await call(fork, "answer", text=f"{gold} or another")).reward == 0.0
 
 
-# Own corpora
+# Custom corpora
 
 WIKI = [
     {"id": "1", "title": "Ada", "text": "Ada lives in Rome."},
@@ -337,7 +337,7 @@ def loaded(tmp_path, monkeypatch, folder):
     return load_target(str(shutil.copytree(FOLDER, tmp_path / "tasks" / "search_qa")))
 
 
-async def test_own_pages_and_questions_are_played(tmp_path, monkeypatch, caplog):
+async def test_custom_pages_and_questions_are_played(tmp_path, monkeypatch, caplog):
     folder = write(tmp_path / "data", wiki_jsonl=WIKI, hotpot_dev_json=HOTPOT, nq_jsonl=NQ)
     task = loaded(tmp_path, monkeypatch, folder)
     async with EnvClient.local(task) as client:
@@ -393,7 +393,7 @@ def test_dirty_records_do_not_stop_a_start(tmp_path, dirt):
     assert index.question("nq", 0)["answer"]
 
 
-def test_index_is_written_again_when_a_file_changes(tmp_path):
+def test_index_is_rebuilt_when_a_file_changes(tmp_path):
     official = sys.modules[f"{PACKAGE}.official"]
     folder = write(tmp_path / "data", nq_jsonl=NQ, wiki_jsonl=WIKI)
     assert official.open_folder(folder).splits() == {"nq": 2}
@@ -410,7 +410,7 @@ def test_index_is_written_again_when_a_file_changes(tmp_path):
         ({"nq_jsonl": NQ, "wiki_jsonl": [*WIKI, "{"]}, "left out"),
     ],
 )
-def test_folder_that_lacks_something_is_told(tmp_path, files, sentence, caplog):
+def test_incomplete_folder_is_reported(tmp_path, files, sentence, caplog):
     folder = write(tmp_path / "data", **files)
     official = sys.modules[f"{PACKAGE}.official"]
     if sentence == "left out":

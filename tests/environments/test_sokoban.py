@@ -1,4 +1,4 @@
-"""Sokoban: its rules, its boards of every level, its solver, and what a hostile policy gains."""
+"""Sokoban: rules, boards of every level, the solver, and attacks by a policy."""
 
 import sys
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_splits_share_no_board_even_when_turned(level):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_boards_have_the_size_and_the_least_pushes_of_their_level(level):
+def test_boards_have_the_size_and_the_minimum_pushes_of_their_level(level):
     limits = generator.LEVELS[level]
     for index in range(40):
         layout, position = board.parse(generator.Boards("train", level)[index]["board"])
@@ -91,7 +91,7 @@ def test_boards_have_the_size_and_the_least_pushes_of_their_level(level):
 
 
 def test_plan_has_the_fewest_pushes():
-    """A search through all positions, move by move, finds no way with fewer pushes."""
+    """A search through all positions finds no solution with fewer pushes."""
     for index in range(30):
         layout, start = board.parse(generator.Boards("test", 1)[index]["board"])
         wave, seen, pushes = {start}, set(), 0
@@ -142,7 +142,7 @@ async def test_boxes_on_targets_are_a_metric_of_every_turn(client):
     assert result.metrics["boxes_placed"] == -1.0
 
 
-async def test_expert_restarts_where_a_box_is_lost(client):
+async def test_expert_restarts_if_a_box_is_stuck(client):
     text = "######\n#____#\n#_*@_#\n#__O_#\n######"
     session = await client.open("sokoban", sample={"level": 1, "board": text})
     await session.step(move("left"))
@@ -151,7 +151,7 @@ async def test_expert_restarts_where_a_box_is_lost(client):
     assert (await play(session))[1] == 1.0
 
 
-async def test_fork_goes_on_from_the_position_of_the_original(client):
+async def test_fork_continues_from_the_position_of_the_original(client):
     session = await client.open("sokoban", split="test-2", index=0)
     await session.step(await session.expert())
     (fork,) = await session.fork(1)
@@ -178,7 +178,7 @@ async def test_fork_goes_on_from_the_position_of_the_original(client):
         None,
     ],
 )
-async def test_what_is_no_list_of_directions_is_refused_and_moves_nothing(client, directions):
+async def test_invalid_list_of_directions_is_rejected_and_moves_nothing(client, directions):
     session = await client.open("sokoban", sample={"level": 1, "board": CORRIDOR})
     result = await session.step(Message.assistant(None, ToolCall.of("move", directions=directions)))
     assert result.status == "running"
@@ -218,6 +218,6 @@ async def test_pushing_a_box_on_and_off_a_target_earns_nothing(client):
         "###\n#@*O#\n###",
     ],
 )
-async def test_data_that_is_no_board_fails_and_scores_nothing(client, text):
+async def test_invalid_board_fails_without_a_score(client, text):
     with pytest.raises(Exception, match="a board"):
         await client.open("sokoban", sample={"level": 1, "board": text})

@@ -1,4 +1,4 @@
-"""The model's SQL is executed: it must not hang, write, or reach files and the clock."""
+"""The model's SQL runs safely: it cannot hang, write, or access files and the clock."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SLOW = (
     f"WITH RECURSIVE n(i, s) AS (SELECT 1, '{'a' * 450}' UNION ALL SELECT i + 1, s FROM n LIMIT 10000) "
     f"SELECT COUNT(*) FROM n WHERE s LIKE '{'%a' * 150}b'"
 )
-"""Within the limits of a query, and slow."""
+"""A slow query within the limits."""
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 
 

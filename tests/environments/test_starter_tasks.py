@@ -1,4 +1,4 @@
-"""The three starter tasks, at every level."""
+"""The three starter tasks at every level."""
 
 import json
 import re
@@ -37,7 +37,7 @@ async def play_by_expert(client, task, **which):
 
 
 async def first_search(client, task, **which):
-    """Return the kind of thing that is requested, and where the expert looks for it first."""
+    """Return the kind of the requested thing, and the place of the expert's first search."""
     word, name = {"household": ("thing", "look"), "shop": ("kind", "view"), "sql": ("thing", "open")}[task]
     session = await client.open(task, **which)
     kind = session.info.sample.data[word].split()[-1]
@@ -95,7 +95,7 @@ async def test_stores_of_sql_have_their_own_databases_and_answers():
 
 
 @pytest.mark.parametrize("level", ["-2", "-3"])
-def test_sql_asks_questions_of_many_forms_at_higher_levels(level):
+def test_sql_has_many_forms_of_questions_at_higher_levels(level):
     task = TASKS["sql"]
     for split in ("train", "test"):
         assert len({problem["ask"] for problem in task.samples(split + level)}) >= 7
@@ -149,7 +149,7 @@ async def test_sessions_of_a_sample_have_the_same_problem(task, level):
 
 
 @every_task
-async def test_another_seed_gives_another_problem(task):
+async def test_other_seeds_give_other_problems(task):
     async with EnvClient.local(TASKS[task]) as client:
         answers = {str((await play_by_expert(client, task, index=0, seed=seed))[0]) for seed in range(30)}
     assert len(answers) > 1
@@ -209,7 +209,7 @@ async def test_hidden_regularity_holds_on_both_splits(task):
 
 @every_task
 async def test_noisy_expert_prefers_a_wrong_place_and_knows_the_usual_one_a_little(task):
-    """A policy that imitates it can find the usual place by sampling, and does not by greedy decoding."""
+    """A policy that imitates the expert can find the usual place by sampling but not by greedy decoding."""
     async with EnvClient.local(TASKS[task]) as client, EnvClient.local(noisy(task, 0.01)) as guesses:
         usual, guessed = {}, []
         for index in range(200):

@@ -1,4 +1,4 @@
-"""Support: its problems, its customers, and what the reward depends on."""
+"""Support: problems, customers and rewards."""
 
 import json
 import sys
@@ -35,14 +35,14 @@ def split(level, name="test"):
 
 
 def index_of(level, *kinds):
-    """Return the first test problem with one of these kinds of request, and no other."""
+    """Return the first test problem with only these kinds of request."""
     samples = shop.problems("test", level)
     return next(i for i in range(200) if {w["kind"] for w in samples[i]["requests"]} <= set(kinds))
 
 
 @every_desk
 @every_level
-async def test_expert_solves_every_kind_of_request_and_repeats(client, task, level):
+async def test_expert_solves_every_kind_of_request_deterministically(client, task, level):
     kinds = set()
     for index in range(30):
         session = await client.open(task, split=split(level), index=index)
@@ -68,7 +68,7 @@ async def test_two_hundred_episodes_of_the_expert_succeed_and_leave_nothing_behi
 
 @every_desk
 @every_level
-def test_test_split_has_a_thousand_different_problems_of_customers_that_train_does_not_have(task, level):
+def test_test_split_has_a_thousand_different_problems_and_no_customers_of_train(task, level):
     test, train = (DESKS[task].samples(split(level, name)) for name in ("test", "train"))
     drawn = [test[index] for index in range(len(test))]
     assert len({json.dumps([d["customer"], d["requests"]]) for d in drawn}) == len(drawn) == 1000
@@ -115,7 +115,7 @@ async def test_customer_gives_up_on_messages_that_it_does_not_understand(client)
     assert session.last.reward == 0.0
 
 
-async def test_other_words_of_a_policy_are_understood(client):
+async def test_customers_understand_other_wordings(client):
     session = await client.open("support", index=index_of(2, "cancel"), split="test-2")
     said = await session.step("Hi! To help you, please provide your e-mail address.")
     assert "email address" in said.messages[0].content

@@ -1,4 +1,4 @@
-"""The airline: what its policy allows, its arithmetic, and requests that can be read in one way only."""
+"""The airline: its policy, its arithmetic, and unambiguous requests."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def name_of(level):
 
 
 def sample_with(kind, *others):
-    """Return level, index and data of the first problem with a request, and others beside it if need be."""
+    """Return level, index and data of the first problem with a request, preferably without other requests."""
     levels = [level for level in draws.KINDS if kind in draws.KINDS[level]]
     for level in levels[:2]:
         every = draws.problems("test", level)
@@ -58,7 +58,7 @@ async def opened(client, kind):
 
 
 async def finish(session, hide=""):
-    """Let the expert play on, without a fact in its messages; return the last result."""
+    """Let the expert finish without stating facts. Return the last result."""
     result = None
     while not session.status.final:
         move = await session.expert()
@@ -68,7 +68,7 @@ async def finish(session, hide=""):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-async def test_refusal_earns_its_reward_with_the_fact_alone(client, kind):
+async def test_refusal_earns_its_reward_only_with_the_fact(client, kind):
     session, data = await opened(client, kind)
     (request,) = problems.AirlineProblem(data).requests
     (fact,) = request.told
@@ -79,7 +79,7 @@ async def test_refusal_earns_its_reward_with_the_fact_alone(client, kind):
 
 
 def forbidden_call(data):
-    """Return the call that does what the customer asks for, against the policy."""
+    """Return the call that grants the customer's request against the policy."""
     (wish,) = data["requests"]
     booking = records.AIRLINE["bookings"][wish["booking"]]
     number, leg = booking["booking_id"], booking["legs"][wish["leg"] - 1]
@@ -130,7 +130,7 @@ async def test_allowed_request_earns_nothing_without_its_change(client, kind):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_amounts_that_customers_are_told_are_those_of_the_tools(level):
+def test_amounts_for_customers_match_the_tools(level):
     every, seen = draws.problems("test", level), set()
     for index in range(120):
         desk = tools.AirlineTools()
@@ -191,7 +191,7 @@ def desk_with(*, tier="silver", fare="flex", cabin="economy", insured=True, flow
     return desk, booking, customer
 
 
-def test_later_flight_costs_its_fare_less_what_was_paid_for_each_passenger():
+def test_later_flight_costs_its_fare_less_the_paid_fare_for_each_passenger():
     desk, _, _ = desk_with()
     new = [{"flight": "K2", "date": "2026-06-26"}]
     answer = json.loads(desk.change_flights("B1", 2, new, "card", False))
@@ -248,7 +248,7 @@ def test_new_booking_costs_fares_and_insurance_and_goes_to_its_customer():
     assert json.loads(desk.get_customer("T1"))["bookings"] == ["B1", "B90001"]
 
 
-def test_calls_that_do_not_fit_the_records_change_nothing():
+def test_calls_that_contradict_the_records_change_nothing():
     desk, _, _ = desk_with()
     later, other = {"flight": "K2", "date": "2026-06-26"}, {"flight": "K1", "date": "2026-06-20"}
     novak = {"first": "A", "last": "Novak"}
@@ -324,7 +324,7 @@ def test_journey_with_an_equally_cheap_one_or_on_the_stroke_of_a_bound_is_not_cl
     assert find([first], people=2) is None
 
 
-def test_bookings_that_customers_name_by_route_or_day_are_the_only_such():
+def test_bookings_named_by_route_or_day_are_unique():
     for level in (2, 3):
         every = draws.problems("test", level)
         for index in range(200):

@@ -1,4 +1,4 @@
-"""Telecom: the phone that only the customer has, and the refusals of the operator."""
+"""Telecom: the phone that only the customer can use, and refusals."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def split(level):
 
 
 def index_of(level, kind, suits=lambda wish: True):
-    """Return the first test problem with one request of this kind alone; at level 3, the first with one."""
+    """Return the first test problem with only one request of this kind, or with any at level 3."""
     samples = problems.problems("test", level)
     for index in range(1000):
         wishes = samples[index]["requests"]
@@ -100,7 +100,7 @@ HEARD = {
 
 
 @pytest.mark.parametrize(("message", "uses"), HEARD.items())
-def test_other_words_for_the_phone_are_understood(message, uses):
+def test_customers_understand_other_words_for_the_phone(message, uses):
     assert hearing.understand([message]) == uses
 
 
@@ -119,7 +119,7 @@ async def test_phone_works_after_the_change_that_the_policy_names(client, settin
     assert phone.WORKS in played.transcript[-1]
 
 
-async def test_change_of_a_setting_that_is_right_earns_nothing(client):
+async def test_changing_a_correct_setting_earns_nothing(client):
     session = await open_fault(client, "airplane mode")
     await session.step("Please turn on data roaming in the phone.")
     played = await play(session)
@@ -127,7 +127,7 @@ async def test_change_of_a_setting_that_is_right_earns_nothing(client):
 
 
 @pytest.mark.parametrize("complaint", phone.TROUBLES)
-async def test_change_of_every_setting_earns_nothing(client, complaint):
+async def test_changing_every_setting_earns_nothing(client, complaint):
     index = index_of(2, "phone", lambda wish: wish["complaint"] == complaint)
     session = await client.open("telecom", index=index, split="test-2")
     puk = session.sample.data["requests"][0]["line"]
@@ -187,7 +187,7 @@ async def test_resumed_line_of_a_customer_who_does_not_pay_earns_nothing(client)
     assert (played.reward, played.metrics["records"], played.metrics["told"]) == (0.0, 0.0, 1.0)
 
 
-async def test_forks_in_the_middle_have_phones_of_their_own(client):
+async def test_forks_in_the_middle_have_their_own_phones(client):
     session = await open_fault(client, "airplane mode", level=2)
     await session.step("Please turn off airplane mode.")
     (fork,) = await session.fork()
@@ -209,7 +209,7 @@ async def test_state_continues_on_another_server(client):
 
 
 def model_customer(body):
-    """Play a customer who does on the phone what it is told to do."""
+    """Play a customer who follows all instructions for the phone."""
     last = body["messages"][-1]
     turns = sum(message["role"] == "user" for message in body["messages"])
     if last["role"] == "tool":

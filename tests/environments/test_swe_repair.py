@@ -1,4 +1,4 @@
-"""The swe_repair task: generated libraries and bugs, hidden tests, policies that cheat, in real sandboxes."""
+"""The swe_repair task in real sandboxes: generated libraries and bugs, hidden tests, and cheating."""
 
 import json
 import os
@@ -29,7 +29,7 @@ except SandboxUnavailable as error:
 
 every_level = pytest.mark.parametrize("level", [1, 2, 3])
 NEVER = {"NameError", "AttributeError", "UnboundLocalError", "TypeError", "SyntaxError"}
-"""What no generated library should raise: it would be an error of its template."""
+"""Exceptions that no generated library should raise. They indicate an error in its template."""
 
 
 def data(level, index=0, split="test"):
@@ -37,7 +37,7 @@ def data(level, index=0, split="test"):
 
 
 def options_of(family, count):
-    """Return all options, none, each alone, and some at random."""
+    """Return all options, no options, each option alone, and random subsets."""
     rng = random.Random(7)
     drawn = [{one for one in family.options if rng.random() < 0.5} for _ in range(count)]
     return [set(family.options), set(), *({one} for one in family.options), *drawn]
@@ -45,7 +45,7 @@ def options_of(family, count):
 
 @pytest.fixture
 def start():
-    """Start an episode of a problem; close it when the test ends."""
+    """Start an episode of a problem. It is closed when the test ends."""
     opened = []
 
     def started(level=1, index=0):
@@ -61,7 +61,7 @@ def start():
 
 
 def repair(environment, count=None):
-    """Apply the first edits of the repair, or all."""
+    """Apply all edits of the repair, or the first ones."""
     for path, old, new in environment.problem.edits[:count]:
         environment.edit(path, old, new)
 
@@ -99,7 +99,7 @@ def test_names_do_not_change_the_places_of_bugs(name):
 
 
 def outcomes_of(problem, files):
-    """Return the outcomes of the hidden cases with the library in one module."""
+    """Return the outcomes of the hidden cases, with the library in one module."""
     package = problem.package
     if f"{package}.py" in files:
         source = files[f"{package}.py"]
@@ -140,7 +140,7 @@ def test_problems_are_verified_and_have_the_files_of_their_level(level):
         assert {"README.md", f"tests/test_{made.package}.py"} < set(made.files)
 
 
-def test_bug_that_hangs_in_further_cases_has_another_in_its_place():
+def test_bug_that_hangs_in_other_cases_is_replaced():
     pairs = problems.choices("test")
     index = pairs.index(("dates", ("late", "saturday", "sticky", "sunday")))
     assert verify(1, index).files
@@ -171,7 +171,7 @@ def test_splits_have_a_thousand_problems_and_share_no_rules(level):
     assert not used["validation"] & used["train"]
 
 
-def test_there_are_twelve_families_and_more():
+def test_task_has_at_least_twelve_families():
     assert len(FAMILIES) >= 12
 
 
@@ -223,7 +223,7 @@ def test_other_repairs_pass_too(start):
     assert environment.submit().reward == 1.0
 
 
-def test_tools_tell_what_is_wrong(start):
+def test_tools_report_what_is_wrong(start):
     environment = start()
     path = environment.problem.edits[0][0]
     assert environment.view(path, 1, 2).splitlines()[0].startswith('   1 """')
@@ -319,7 +319,7 @@ def test_cheating_earns_nothing(start, monkeypatch, cheat):
 @pytest.mark.parametrize(
     "cheat", ["conftest that passes all", "shadowed modules", "replaced pytest", "deleted tests"]
 )
-def test_what_is_not_the_library_does_not_count_against_a_repair(start, cheat):
+def test_other_files_do_not_count_against_a_repair(start, cheat):
     environment = start()
     environment.bash(CHEATS[cheat])
     repair(environment)
@@ -366,7 +366,7 @@ def test_exhausting_the_machine_earns_nothing(start, command):
         assert environment.submit().reward == 0.0
 
 
-async def test_machine_that_dies_takes_down_its_episode_alone():
+async def test_death_of_a_machine_fails_only_its_episode():
     async with EnvClient.local(SweRepair) as client:
         one, other = [await client.open("swe_repair", split="test", index=index) for index in (0, 1)]
         for code in ("kill -9 -1; tail /dev/zero", "f() { f | f & }; f"):

@@ -1,4 +1,4 @@
-"""The terminal task: solvable at every level, and checked by the real state of the files."""
+"""The terminal task is solvable at every level and graded by the real state of the files."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ async def test_expert_always_succeeds(client, level):
 
 
 @every_level
-async def test_answer_without_work_is_wrong(client, level):
+async def test_answer_without_the_work_is_wrong(client, level):
     for index in range(6):
         session = await client.open("terminal", split="train" + level, index=index)
         result = await call(session, "answer", text="done")

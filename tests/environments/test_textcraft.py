@@ -1,4 +1,4 @@
-"""TextCraft: its recipes of every level, its crafting, and what a hostile policy gains."""
+"""TextCraft: recipes of every level, crafting, and attacks by a policy."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_splits_have_a_thousand_different_problems_and_share_none(level):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_recipes_of_a_level_are_as_deep_as_it_says(level):
+def test_recipes_have_the_depth_of_their_level(level):
     for index in range(50):
         data = recipes.Problems("train", level)[index]
         parts = {item: [part for part, _ in row] for item, _, row in data["recipes"]}
@@ -93,14 +93,14 @@ def test_crafting_uses_up_ingredients_and_takes_multiples():
     assert environment.inventory() == "Inventory: 1 oak plank, 1 oak table."
 
 
-async def test_expert_that_errs_loses_time_and_sometimes_the_target():
+async def test_noisy_expert_loses_time_and_sometimes_the_target():
     noisy = type("Noisy", (Textcraft,), {"name": "textcraft", "expert_noise": 0.5, "max_turns": 8})
     async with EnvClient.local(noisy) as client:
         sessions = [await client.open("textcraft", split="train-2", index=n) for n in range(24)]
         assert {(await play(session)).reward for session in sessions} == {0.0, 1.0}
 
 
-async def test_expert_goes_on_from_what_is_already_there(client):
+async def test_expert_continues_from_the_existing_inventory(client):
     session = await client.open("textcraft", sample=TABLE)
     await session.step(Message.assistant(None, ToolCall.of("get", items="1 oak log")))
     await session.step(Message.assistant(None, ToolCall.of("craft", item="2 oak plank", using="1 oak log")))
@@ -109,7 +109,7 @@ async def test_expert_goes_on_from_what_is_already_there(client):
     assert "Got 1 oak log." in transcript
 
 
-async def test_fork_has_an_inventory_of_its_own(client):
+async def test_fork_has_its_own_inventory(client):
     session = await client.open("textcraft", sample=TABLE)
     await session.step(await session.expert())
     (fork,) = await session.fork(1)
@@ -173,13 +173,13 @@ async def test_folder_of_minecraft_recipes_is_played(folder, monkeypatch):
     "text",
     ["{", "[]", '{"type": 3}', '{"type": "crafting_shapeless", "ingredients": []}', "[" * 100_000],
 )
-def test_file_that_is_no_recipe_is_named(folder, text):
+def test_invalid_recipe_file_is_named(folder, text):
     write(folder, "broken", text)
     with pytest.raises(DefinitionError, match=r"broken\.json is no recipe"):
         recipes.read_folder(folder)
 
 
-def test_folder_without_recipes_says_what_it_needs(tmp_path):
+def test_folder_without_recipes_reports_what_is_missing(tmp_path):
     with pytest.raises(DefinitionError, match="TEXTCRAFT_RECIPES names a folder"):
         recipes.read_folder(tmp_path)
 
@@ -206,7 +206,7 @@ def test_folder_without_recipes_says_what_it_needs(tmp_path):
         "1 oak log " * 100_000,
     ],
 )
-def test_what_is_no_count_and_thing_is_refused_and_changes_nothing(text):
+def test_invalid_count_or_thing_is_rejected_and_changes_nothing(text):
     environment = opened()
     for call in (
         lambda: environment.get(text),

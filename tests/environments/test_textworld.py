@@ -1,4 +1,4 @@
-"""TextWorld: its games, its engine's processes, and what a policy cannot read."""
+"""TextWorld: games, engine processes, and hidden information."""
 
 import asyncio
 import importlib.util
@@ -22,7 +22,7 @@ from tests.environments.play import play
 pytestmark = pytest.mark.environments
 
 if not importlib.util.find_spec("textworld"):
-    pytest.skip("needs the extra textworld", allow_module_level=True)
+    pytest.skip("the extra textworld is not installed", allow_module_level=True)
 
 FOLDER = Path(__file__).parents[2] / "environments" / "textworld"
 TEXTWORLD = load_target(str(FOLDER))
@@ -48,7 +48,7 @@ def act(action):
 
 
 def children(pid):
-    """Return the processes that a process forked and that have not ended."""
+    """Return the living child processes of a process."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -72,7 +72,7 @@ def actions(text):
 
 
 def run_generator(code, *arguments):
-    """Run code beside the generator, which this process does not import, and return the JSON it prints."""
+    """Run code with the generator in another process, and return the printed JSON."""
     ran = subprocess.run(
         [sys.executable, "-c", "import json, sys\nfrom generator import make\n" + code, *map(str, arguments)],
         cwd=FOLDER,
@@ -93,7 +93,7 @@ async def test_expert_wins_and_a_seed_gives_one_transcript(client, level):
     await wait_for_children(0)
 
 
-async def test_every_thing_of_the_way_can_be_named(client):
+async def test_every_thing_in_the_solution_can_be_named(client):
     number = 934  # the first game of its seeds has a safe beside an "American style safe"
     assert (await play(await client.open("textworld", split="test", index=number)))[1] == 1.0
     code = (
@@ -167,7 +167,7 @@ async def test_expert_finds_the_way_back_after_other_actions(client):
     assert (await play(session))[1] == 1.0
 
 
-async def test_fork_continues_on_a_process_of_its_own(client):
+async def test_fork_continues_in_its_own_process(client):
     session = await client.open("textworld", split="test", index=2)
     await session.step(await session.expert())
     (fork,) = await session.fork(1)
@@ -201,7 +201,7 @@ async def test_death_of_the_engine_itself_spares_the_sessions_and_the_next_one_s
     assert TEXTWORLD.engine.process is not process
 
 
-def test_request_without_end_ends_with_its_process():
+def test_endless_request_ends_with_its_process():
     engine = workers.Engine(cpu_seconds=0.02)
     try:
         player, neighbour = engine.open(), engine.open()
@@ -214,7 +214,7 @@ def test_request_without_end_ends_with_its_process():
 
 
 @pytest.mark.extended
-def test_at_most_so_many_games_are_compiled_at_once(monkeypatch):
+def test_concurrent_compilations_are_limited(monkeypatch):
     engine, running, most = workers.Engine(starts=2), [], []
     call = workers.Player.call
 
@@ -288,7 +288,7 @@ async def test_no_file_of_a_game_exists_while_it_is_played(client, tmp_path, mon
 
 
 @pytest.mark.extended
-async def test_the_way_to_win_is_not_in_what_a_session_tells(client):
+async def test_session_does_not_reveal_the_solution(client):
     session = await client.open("textworld", split="test-3", index=0)
     plan = run_generator("print(json.dumps(make('test', 3, 0).walkthrough))")
     told = session.messages[0].content.partition("AVAILABLE ACTIONS: ")[0]
@@ -302,7 +302,7 @@ async def test_the_way_to_win_is_not_in_what_a_session_tells(client):
 
 @pytest.fixture
 def games(tmp_path, monkeypatch):
-    """A folder with one game that is compiled, and one as JSON alone in a subfolder."""
+    """A folder with one compiled game, and one game as JSON in a subfolder."""
     (tmp_path / "train").mkdir()
     code = """
 import textworld

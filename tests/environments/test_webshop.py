@@ -1,4 +1,4 @@
-"""The web shop: solvable, graded by the formula, the same as text and as pages; official files load."""
+"""The web shop is solvable, graded by the formula, equal as text and pages, and loads official files."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ SPLITS = [f"{name}{level}" for level in ("", "-2", "-3") for name in ("train", "
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """The task with a small catalogue, in a folder of its own."""
+    """The task with a small catalogue in its own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEBSHOP_PRODUCTS", "3000")
         yield load_target(str(shutil.copytree(FOLDER, tmp_path_factory.mktemp("tasks") / "webshop")))
@@ -59,7 +59,7 @@ async def test_noisy_expert_clicks_anything_and_fails_in_a_part_of_its_episodes(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-async def test_expert_always_buys_what_fits(client, split):
+async def test_expert_always_buys_a_matching_article(client, split):
     for index in range(15):
         session = await client.open("webshop", split=split, index=index)
         played = await play(session)
@@ -82,7 +82,7 @@ def test_splits_share_no_wish_and_hold_out_a_thousand_problems(module, level, co
     assert len(set.union(*wishes)) == sum(map(len, wishes))
 
 
-async def test_pages_lead_where_their_buttons_say(client):
+async def test_buttons_lead_to_their_pages(client):
     session = await client.open("webshop", split="test-2", index=0)
     found = await call(session, "search_action", keywords="hair dryer")
     assert "page 1 of 5, 50 products" in found.messages[0].content
@@ -101,7 +101,7 @@ async def test_pages_lead_where_their_buttons_say(client):
     assert "search bar" in (await click(session, "Back to Search")).messages[0].content
 
 
-async def test_what_a_page_does_not_have_is_refused_in_a_sentence(client):
+async def test_missing_button_is_rejected_in_one_sentence(client):
     session = await client.open("webshop", split="test", index=0)
     assert "it has a search bar" in (await click(session, "Buy Now")).messages[0].content
     await call(session, "search_action", keywords="lamp")
@@ -129,15 +129,15 @@ async def test_what_a_page_does_not_have_is_refused_in_a_sentence(client):
         "lamp " * 20_000,
     ],
 )
-async def test_search_takes_any_text(client, keywords):
+async def test_search_accepts_any_text(client, keywords):
     session = await client.open("webshop", split="test", index=0)
     result = await call(session, "search_action", keywords=keywords)
     assert "Results for" in result.messages[0].content
     assert (await play(session)).reward == 1.0
 
 
-async def test_pages_tell_nothing_of_the_goal(client):
-    """The target's identifier and the list of attributes that the grader compares are never shown as such."""
+async def test_pages_do_not_reveal_the_goal(client):
+    """The target's identifier and the grader's list of attributes are never shown."""
     session = await client.open("webshop", split="test-3", index=1)
     goal = session.info.sample.data if session.info.sample else {}
     conversation, *_ = await play(session)
@@ -145,7 +145,7 @@ async def test_pages_tell_nothing_of_the_goal(client):
     assert "attributes" not in str(conversation).lower()
 
 
-async def test_forked_visit_goes_on_where_it_was(client):
+async def test_forked_visit_continues_on_its_page(client):
     session = await client.open("webshop", split="test-3", index=2)
     for _ in range(2):
         await session.step(await session.expert())
@@ -178,13 +178,14 @@ GOAL = {"attributes": ["foldable", "heavy duty"], "options": {"color": "navy"}, 
         ({"attributes": ("foldable",)}, {"color": "navy"}, 3 / 4),
         ({"attributes": (), "title": "Ixul Camera Tripod"}, {}, 1 / 4),
         ({"attributes": (), "features": ("Heavy duty: tested",)}, {"color": "navy"}, 1.0),
-        # Another kind of article: a third of the title's words agree, none do, and the category alone.
+        # Another kind of article: a third of the title's words agree, no words agree, and only the category
+        # agrees.
         ({"query": "camera", "category": "", "title": "Ixul Camera Bag"}, {"color": "navy"}, 1.0),
         ({"query": "lamp", "category": "Home › Lamp", "title": "Ixul Lamp"}, {"color": "navy"}, 0.0),
         ({"query": "lamp", "title": "Ixul Lamp"}, {"color": "navy"}, 1.0),
     ],
 )
-def test_reward_is_that_of_the_formula(module, bought, chosen, total):
+def test_reward_follows_the_formula(module, bought, chosen, total):
     target = product(module)
     reward = module("reward").grade(product(module, **bought), chosen, GOAL, target)
     assert reward.score == pytest.approx(total)
@@ -192,7 +193,7 @@ def test_reward_is_that_of_the_formula(module, bought, chosen, total):
     assert (reward.product == 1.0) == (total == 1.0)
 
 
-def test_article_above_the_limit_of_the_price_earns_nothing(module):
+def test_article_above_the_price_limit_earns_nothing(module):
     target = product(module)
     dear = module("reward").grade(product(module, price=50.01), {"color": "navy"}, GOAL, target)
     half = module("reward").grade(product(module, attributes=("foldable",)), {"color": "navy"}, GOAL, target)
@@ -209,7 +210,7 @@ def test_article_above_the_limit_of_the_price_earns_nothing(module):
         ("beef jerky", "beef jerky"),
     ],
 )
-def test_customers_ask_with_the_article_of_the_kind(module, kind, asked):
+def test_requests_have_the_right_article(module, kind, asked):
     catalogue = module("catalogue")
     assert kind in {name for _, kinds in catalogue.KINDS.values() for name, *_ in kinds}
     assert catalogue._with_article(kind) == asked
@@ -259,7 +260,7 @@ def test_kind_counts_half_or_a_tenth_by_the_share_of_the_title(module):
         ("navy", "", False),
     ],
 )
-def test_phrases_are_the_same_up_to_more_words_but_no_numbers(module, wanted, given, equal):
+def test_phrases_are_equal_up_to_additional_words_but_not_numbers(module, wanted, given, equal):
     assert module("reward").same(wanted, given) is equal
 
 
@@ -392,7 +393,7 @@ def write_official(folder, people=PEOPLE):
     return folder
 
 
-def test_official_products_are_read_with_their_dirt(module, tmp_path, caplog):
+def test_dirty_official_products_are_read(module, tmp_path, caplog):
     store = module("official").open_official(write_official(tmp_path))
     assert "4 of 7 products were left out" in caplog.text
     assert "2 instructions were left out" in caplog.text
@@ -476,7 +477,7 @@ def test_long_texts_are_not_kept_and_find_nothing(module, tmp_path):
     assert [cache.cache_info().currsize for cache in (store._found, store._read, store._count)] == before
 
 
-def test_official_goals_are_those_of_people_or_else_the_generated_ones(module, tmp_path):
+def test_official_goals_come_from_people_or_are_generated(module, tmp_path):
     texts = []
     for name, people in (("people", PEOPLE), ("generated", None)):
         store = module("official").open_official(write_official(tmp_path / name, people))
@@ -511,7 +512,7 @@ def test_broken_official_file_is_named(module, tmp_path, text, sentence):
     assert not [path.name for path in tmp_path.iterdir() if "sqlite" in path.name]
 
 
-def test_store_is_written_again_when_a_file_changes(module, tmp_path):
+def test_store_is_rebuilt_when_a_file_changes(module, tmp_path):
     official = module("official")
     store = official.open_official(write_official(tmp_path, None))
     assert len(store.goals(range(10))) == 2

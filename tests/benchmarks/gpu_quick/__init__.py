@@ -1,5 +1,5 @@
-"""A quarter of an hour on one GPU without a network: tests, a training run, figures beside their ceilings.
+"""Tests, a training run and benchmarks with ceilings, in 15 minutes on one GPU without a network.
 
-``pack.py`` collects what a bare machine needs; ``run.sh`` installs it there and starts ``__main__.py``, which
-runs one process after another: ``parts.py``.
+``pack.py`` collects the files for a bare machine. ``run.sh`` installs them there and starts ``__main__.py``,
+which runs each part of ``parts.py`` in its own process.
 """

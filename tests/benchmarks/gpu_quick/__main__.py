@@ -1,6 +1,6 @@
-"""``python -m tests.benchmarks.gpu_quick RESULTS``: run each part in a process of its own, in order.
+"""``python -m tests.benchmarks.gpu_quick RESULTS`` runs each part in its own process, in order.
 
-``RESULTS/results.json`` has the result of a part as soon as that ends, and ``log.txt`` its output.
+``RESULTS/results.json`` has the result of each finished part, and ``log.txt`` the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.benchmarks.gpu_quick.parts import LIMITS_S, PARTS, ROOT
 
 
 def main() -> None:
-    """Run the parts, or one of them in this process."""
+    """Run all parts, or a single part in this process."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu_quick")
     parser.add_argument("results", type=Path, help="folder of the results")
     parser.add_argument("--model", required=True, help="a value of model.path")
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def in_process(part: str, chosen: argparse.Namespace, *, log: TextIO) -> dict[str, object]:
-    """Run a part in a process and a folder of its own; return its result with its seconds, or its error."""
+    """Run a part in its own process and folder. Return its result with its seconds, or its error."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.gpu_quick", folder, "--part", part]

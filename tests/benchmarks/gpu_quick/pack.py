@@ -1,7 +1,7 @@
-"""Collect what ``run.sh`` needs on a machine without a network (``make gpu-quick``).
+"""Collect the files that ``run.sh`` needs on a machine without a network (``make gpu-quick``).
 
-``dist/gpu-quick`` gets the wheels of this project, of what it needs besides PyTorch, and, in parts, of the
-model, in folders of at most ``LOAD_BYTES``, for copies one by one where a copy has a limit.
+Write the wheels of this project, its dependencies except PyTorch, and the model in parts to
+``dist/gpu-quick``. Its subfolders have at most ``LOAD_BYTES``, so that each can be copied separately.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 LOAD_BYTES = 45_000_000
 PRESENT = ("torch",)
-"""Packages that the machine has, with all that they need."""
+"""Packages preinstalled on the machine, with all dependencies."""
 NEEDED = ("agentrl-kit[train]", "pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "hatchling")
-"""What is to be installed there; hatchling builds this project's wheel."""
+"""Packages to install there. hatchling builds this project's wheel."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def loads(files: Sequence[Path]) -> list[list[Path]]:
-    """Distribute files over as few loads of at most ``LOAD_BYTES`` as first fit, largest first, finds."""
+    """Distribute files over loads of at most ``LOAD_BYTES``, by first fit in decreasing size."""
     sizes = {file: file.stat().st_size for file in files}
     found: list[list[Path]] = []
     for file in sorted(files, key=lambda one: (-sizes[one], one.name)):
@@ -70,7 +70,7 @@ def loads(files: Sequence[Path]) -> list[list[Path]]:
 
 
 def closure(requirements: tuple[str, ...]) -> set[str]:
-    """Return the installed packages that some requirements need on Linux, directly or not."""
+    """Return the installed packages that the requirements need on Linux, including indirect dependencies."""
     found: set[str] = set()
     pending = [Requirement(text) for text in requirements]
     seen: set[tuple[str, str]] = set()
@@ -84,14 +84,14 @@ def closure(requirements: tuple[str, ...]) -> set[str]:
             try:
                 needs = distribution(name).requires or []
             except PackageNotFoundError:
-                continue  # of another platform
+                continue  # for another platform
             found.add(name)
             pending += wanted(needs, extra)
     return found
 
 
 def wanted(needs: list[str], extra: str) -> Iterator[Requirement]:
-    """Yield the requirements that apply on the machine, with an extra."""
+    """Yield the requirements of an extra that apply to the machine."""
     environment = {
         "python_version": PYTHON,
         "python_full_version": f"{PYTHON}.0",

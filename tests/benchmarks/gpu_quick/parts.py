@@ -1,4 +1,4 @@
-"""The parts of ``make gpu-quick``: each prints its result as JSON in its last line."""
+"""The parts of ``make gpu-quick``. Each prints its result as JSON in its last line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT, NEW = 128, 128
 
 
 def tests(model: str, folder: Path, device: str) -> dict[str, Any]:
-    """Run all tests of the mark ``gpu`` and count their outcomes."""
+    """Run all tests with the mark ``gpu`` and count their outcomes."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests", "-q", "-rA", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-8000:], done.stderr[-2000:])
@@ -41,7 +41,7 @@ def tests(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def training(model: str, folder: Path, device: str) -> dict[str, Any]:
-    """Write a configuration, imitate experts and train; return the curve."""
+    """Write a configuration, imitate experts and train. Return the curve."""
     config, start, steps = folder / "train.toml", folder / "imitated", ["run.steps=1000"]
     if device == "cpu":
         steps = ["run.steps=2", "rollout.groups_per_step=3", "rollout.group_size=2", "eval.samples=4"]
@@ -69,8 +69,8 @@ def training(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def engine(model: str, folder: Path, device: str) -> dict[str, Any]:
-    """Return sampled tokens a second by model and batch, beside what the bandwidth allows."""
-    bandwidth = 2 * copy_bytes_per_s(device)  # a copy reads and writes
+    """Return sampled tokens per second by model and batch, and the limit of the bandwidth."""
+    bandwidth = 2 * copy_bytes_per_s(device)  # a copy both reads and writes
     found: dict[str, Any] = {"bytes_per_s": bandwidth}
     for name, batches in {
         "stored": (1, 64),
@@ -85,7 +85,7 @@ def engine(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def learner(model: str, folder: Path, device: str) -> dict[str, Any]:
-    """Return trained tokens a second and the share of the largest matrix product, by shape and method."""
+    """Return trained tokens per second and the share of the largest matrix product, by shape and method."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     most = learner_benchmark.ceiling(device, dtype)
     found: dict[str, Any] = {"operations_per_s": most}
@@ -101,7 +101,7 @@ def learner(model: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def push(model: str, folder: Path, device: str) -> dict[str, Any]:
-    """Return seconds in which an engine takes new weights, beside the time of a copy."""
+    """Return the seconds of a weight update in an engine, and the time of a copy."""
     copied, found = copy_bytes_per_s(device), {}
     for name in ("stored", large(device)):
         policy = sampling_model(name, model, device)
@@ -135,13 +135,13 @@ def large(device: str) -> str:
 
 
 def sampling_model(name: str, path: str, device: str) -> PreTrainedModel:
-    """Return the stored model, or one of a shape with random weights, as an engine samples with it."""
+    """Return the stored model or a model with random weights, prepared for sampling."""
     found = load_policy(path)[0] if name == "stored" else make_model(name, device=device)
     return found.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
 
 async def sampled_per_s(model: PreTrainedModel, *, batch: int) -> float:
-    """Return the tokens a second of sessions that sample at the same time, prefill included."""
+    """Return the tokens per second of concurrent sessions, including prefill."""
     sampler = TorchEngine(
         {"current": model}, stop_token_ids=[], max_sequences=batch, max_context=PROMPT + NEW
     )
@@ -163,7 +163,7 @@ async def sampled_per_s(model: PreTrainedModel, *, batch: int) -> float:
 
 
 def pass_bytes(model: PreTrainedModel, *, batch: int) -> float:
-    """Return the bytes that a pass in the middle of the completions has to read: weights, keys and values."""
+    """Return the bytes that a pass in the middle of the completions reads: weights, keys and values."""
     config = model.config
     width = next(model.parameters()).element_size()
     weights = sum(value.numel() for value in model.parameters()) * width

@@ -1,7 +1,7 @@
-"""Runs the sweeps behind docs/evidence.md and writes their figures: ``make paper``, or ``ARGS=NAME`` for one.
+"""Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
-``make paper-real`` runs the one with a real language model, which takes days.
-The runs are in runs/paper. What is finished is kept: an interrupted command goes on when it is repeated.
+``make paper-real`` runs the sweep with a real language model, which takes days. The runs are in runs/paper.
+Finished runs are kept, so an interrupted command continues when it is repeated.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ TITLES = {
     "two_policies": "Four choices, two policies that know two each",
     "cross_policy": "Two choices, with and without an older policy",
 }
-"""Sweep -> title of its figure, in the order of the page."""
+"""Titles of the figures by sweep, in the order of the page."""
 REAL = {"real": "SmolLM2-135M: shop, database and recipes"}
-"""The same for a language model of 135 million parameters."""
+"""The same for sweeps with a language model of 135 million parameters."""
 POLICIES = 10
-"""Initial policies of the sweeps in which every seed has its own."""
+"""Initial policies of sweeps with a separate policy for every seed."""
 BEFORE = {"two_policies": ["specialists"]}
-"""Sweep -> those that train its models."""
+"""Sweeps that train the models of another sweep."""
 KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
 OF_RUN = ("success", "greedy", "area")
-"""Final values that are kept of every run, in the order of the seeds."""
+"""Final values to keep from every run, in the order of the seeds."""
 
 
 def write_evidence(found: Mapping[str, Any], folder: Path) -> None:
-    """Write the figure of a sweep, and the numbers of its table, which the documentation shows."""
+    """Write the figure of a sweep and the numbers of its table for the documentation."""
     folder.mkdir(exist_ok=True)
     name = found["name"]
     svg = figure(found, "held_out_success", title=f"{(TITLES | REAL)[name]}: held-out success")
@@ -76,7 +76,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweeps that are named, or all; return the exit status of the first that does not finish."""
+    """Run the named sweeps, or all. Return the exit status of the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES | REAL)}")
     parser.add_argument("--processes", type=int, help="runs at a time")

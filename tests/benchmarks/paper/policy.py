@@ -1,4 +1,4 @@
-"""The policy that learns the small tasks: a Qwen3 of 20 thousand random parameters; a token is a letter."""
+"""The policy for the small tasks: a Qwen3 with 20 thousand random parameters. Tokens are letters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiny_models import make_model, make_tokenizer
 
 
 def write_policy(folder: Path, *, seed: int = 0) -> None:
-    """Write the tokenizer and a model with random weights into a folder, unless they are there."""
+    """Write the tokenizer and a model with random weights to a folder if they are missing."""
     if (folder / "tokenizer_config.json").exists():
         return
     tokenizer = small_tokenizer()

@@ -1,8 +1,8 @@
-"""The policy of the sweep ``workers``: it imitates clumsy readers, alone and as planners with workers.
+"""The policy of the sweep ``workers``, which imitates clumsy readers, alone and as planners with workers.
 
     python -m tests.benchmarks.paper.rooms
 
-prints how probably the policies of the sweep take the right word from a page.
+prints the probability that the sweep's policies take the right word from a page.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from examples.quickstart.starter import new_model, new_tokenizer
 from tests.benchmarks.paper.tasks import Rooms
 
 MISTAKES = 0.4
-"""Share of pages of which the readers report the wrong word."""
+"""Share of pages for which the readers report the wrong word."""
 EPISODES = 6000
 """Episodes of these readers."""
 STEPS = 900
-"""Updates of the policy that imitates them."""
+"""Updates of the policy that imitates the readers."""
 PAGES = 100
-"""Pages that show what a policy has learned."""
+"""Pages for measuring a policy."""
 Moves = Sequence[tuple[Message, str]]
-"""Messages of an agent, each with the result of its call."""
+"""An agent's messages, each with the result of its call."""
 
 
 def write_reader(folder: Path) -> None:
-    """Write model and tokenizer into a folder, unless they are there."""
+    """Write model and tokenizer to a folder if they are missing."""
     if (folder / "tokenizer_config.json").exists():
         return
-    torch.set_num_threads(1)  # another number rounds otherwise
+    torch.set_num_threads(1)  # another number of threads rounds differently
     sub_agent = workers()
     letters = ChatFormat(new_tokenizer([], vocab_size=0))
     heard = traces(letters, sub_agent, episodes=100)
@@ -83,7 +83,7 @@ def workers() -> SubAgentSection:
 
 
 def traces(chat: ChatFormat, sub_agent: SubAgentSection, *, episodes: int) -> list[TokenSequence]:
-    """Return what clumsy readers say in episodes, one in three of which has workers."""
+    """Return the conversations of clumsy readers. One in three episodes has workers."""
     generator = np.random.default_rng(0)
     found: list[TokenSequence] = []
     for number in range(episodes):
@@ -94,10 +94,10 @@ def traces(chat: ChatFormat, sub_agent: SubAgentSection, *, episodes: int) -> li
 
 
 def right_words(model: PreTrainedModel, chat: ChatFormat, sub_agent: SubAgentSection | None) -> float:
-    """Return the probability that a policy takes the right word from the first page that it reads.
+    """Return the probability that a policy takes the right word from its first page.
 
-    It is the mean over episodes that nobody was trained on, exact for each of them. With a sub-agent the
-    reader is a worker; without one it is the agent of the episode.
+    It is the mean of the exact probabilities over held-out episodes. With a sub-agent the reader is a worker,
+    otherwise the agent of the episode.
     """
     generator = np.random.default_rng(1)
     found: list[float] = []
@@ -118,7 +118,7 @@ def right_words(model: PreTrainedModel, chat: ChatFormat, sub_agent: SubAgentSec
 
 
 def main() -> None:
-    """Print how probably each variant takes the right word: before it learns, and after with every seed."""
+    """Print each variant's probability of the right word, before training and after it with every seed."""
     torch.set_num_threads(1)
     start, sub_agent = Path("runs/paper/rooms"), workers()
     sweep = load_sweep(Path(__file__).with_name("workers.toml"), cores=1)
@@ -141,7 +141,7 @@ def main() -> None:
 def _conversations(
     sub_agent: SubAgentSection | None, generator: np.random.Generator, *, mistakes: float
 ) -> Iterator[tuple[Sequence[Message], Sequence[ToolSpec], Moves]]:
-    """Play an episode; yield what each agent sees, says and hears."""
+    """Play an episode and yield the conversation of each agent."""
     rooms = Rooms()
     opening = [Message(role="user", content=rooms.reset(None, generator))]
     tools = Rooms.tool_specs()
@@ -166,7 +166,7 @@ def _conversations(
 def _tokens(
     chat: ChatFormat, opening: Sequence[Message], tools: Sequence[ToolSpec], moves: Moves, *, number: int
 ) -> TokenSequence:
-    """Return a conversation as a policy would have sampled it."""
+    """Return a conversation as tokens sampled by a policy."""
     new_ids, ids, mask = chat.opening(opening, tools), [], []
     for turn, (said, heard) in enumerate(moves, start=1):
         completion = chat.completion(said)

@@ -1,7 +1,7 @@
-"""Small tasks for a policy that starts from random weights: an action is the first character of a message.
+"""Small tasks for a policy with random initial weights. An action is the first character of a message.
 
-Any character is an action, so that the random policy acts validly; its code modulo the number of actions is
-the action. A sample of a task is always the same problem: what differs is how reward is given.
+Any character is valid, so that a random policy can act. The action is the character's code modulo the number
+of actions. All samples of a task are the same problem. The tasks differ in how they give reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Choice(Environment):
     right = (1,)
     """The right action of each turn."""
     sign = "a"
-    """Letter that the opening is written in; many of them, so that a policy of random weights notices."""
+    """Letter that fills the opening. It is repeated, so that a policy with random weights notices it."""
 
     def reset(self, sample, rng):  # type: ignore[no-untyped-def]
         self.hits = 0
@@ -43,7 +43,7 @@ class Choice(Environment):
         return Done("", reward=self.reward())
 
     def reward(self) -> float:
-        """Return the reward of the episode, which ends."""
+        """Return the reward at the end of the episode."""
         return float(self.hits == len(self.right))
 
 
@@ -91,24 +91,24 @@ class Four(Choice):
 
 
 class Front(Four):
-    """The same, where the first two choices decide."""
+    """A combination lock decided by the first two choices."""
 
     counted = slice(0, 2)
 
 
 class Back(Four):
-    """The same, where the last two choices decide."""
+    """A combination lock decided by the last two choices."""
 
     counted = slice(2, 4)
 
 
 class Doors(Choice):
-    """Three doors in a row; a wrong action changes nothing, so that the same observation comes again."""
+    """Three doors in a row. A wrong action changes nothing and repeats the observation."""
 
     max_turns = 8
     right = (1, 2, 3)
     signs = "BTz"
-    """Letter of each door, which observations repeat: a policy of random weights overlooks a single one."""
+    """Letter of each door, repeated in observations. A policy with random weights overlooks a single letter."""
 
     def reset(self, sample, rng):  # type: ignore[no-untyped-def]
         self.turn = 0
@@ -123,16 +123,16 @@ class Doors(Choice):
         return Done("", reward=1.0) if self.turn == len(self.right) else self.observation()
 
     def observation(self) -> str:
-        """Return what the player sees before a door."""
+        """Return the observation before a door."""
         return self.signs[self.turn] * 24
 
     def after_mistake(self) -> int:
-        """Return the door at which a wrong action leads."""
+        """Return the door after a wrong action."""
         return self.turn
 
 
 class Stairs(Doors):
-    """Three doors in a row; a wrong action leads back to the first one."""
+    """Three doors in a row. A wrong action leads back to the first door."""
 
     max_turns = 16
 
@@ -142,15 +142,15 @@ class Stairs(Doors):
 
 
 class Paid(Choice):
-    """Four choices; each right one is rewarded in its turn, and the episode succeeds if all are right."""
+    """Four choices. Each right choice is rewarded in its turn, and the episode succeeds if all are right."""
 
     max_turns = 4
     right = (1, 2, 3, 0)
     signs = "aBTz"
-    """Letter of each turn, which observations repeat."""
+    """Letter of each turn, repeated in the observation."""
 
     def respond(self, text: str) -> Reply | Done:
-        """Take an action, and be rewarded for it."""
+        """Take an action and return its reward."""
         reward = float(ord(text[:1] or "\0") % ACTIONS == self.right[self.turn]) / len(self.right)
         self.turn += 1
         if self.turn < len(self.right):
@@ -159,14 +159,14 @@ class Paid(Choice):
 
 
 class Delay(Choice):
-    """Six turns, of which the first alone decides on the reward; a critic may know the right action."""
+    """Six turns. Only the first decides the reward, and a critic can know the right action."""
 
     max_turns = 6
     right = (1, 0, 0, 0, 0, 0)
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, object]]:
-        """Return samples with what only a critic sees."""
+        """Return samples with privileged information for a critic."""
         return [{"privileged": {"right": "aeimquy"}}] * 100
 
     def respond(self, text: str) -> str | Done:
@@ -178,7 +178,7 @@ class Delay(Choice):
 
 
 class Noisy(Choice):
-    """Two choices; one episode in five is rewarded as if the other had happened."""
+    """Two choices. One episode in five gets the opposite reward."""
 
     max_turns = 2
     right = (1, 2)
@@ -188,20 +188,20 @@ class Noisy(Choice):
         return super().reset(sample, rng)
 
     def reward(self) -> float:
-        """Return a reward that lies now and then."""
+        """Return a reward that is sometimes wrong."""
         return float((super().reward() == 1.0) != self.lie)
 
     def score(self) -> dict[str, float]:
-        """Return whether the episode has succeeded in truth."""
+        """Return the true success of the episode."""
         return {"success": super().reward()}
 
 
 class Words(Choice):
-    """Two words of one or two letters; a message may be longer than its word, and its last letters count."""
+    """Two words of one or two letters. A message can be longer than its word, and its last letters count."""
 
     max_turns = 2
     words: ClassVar[dict[str, tuple[int, ...]]] = {"a": (1,), "T": (2, 3)}
-    """Sign that an opening repeats -> the letters to say."""
+    """Correct letters by the sign that the opening repeats."""
 
     @classmethod
     def samples(cls, split: str) -> list[dict[str, object]]:
@@ -215,7 +215,7 @@ class Words(Choice):
         return self.signs[0] * 24
 
     def respond(self, text: str) -> str | Done:
-        """Take a word, and ask for the next."""
+        """Take a word and request the next."""
         right = self.words[self.signs[self.turn]]
         said = text[-len(right) :].rjust(len(right), "\0")
         self.found += [ord(letter) % ACTIONS == code for letter, code in zip(said, right, strict=True)]
@@ -225,7 +225,7 @@ class Words(Choice):
         return Done("", reward=sum(self.found) / len(self.found))
 
     def score(self) -> dict[str, float]:
-        """Return whether all letters were right."""
+        """Return the success: 1 if all letters were right."""
         return {"success": float(self.turn == len(self.signs) and all(self.found))}
 
 
