@@ -1,4 +1,4 @@
-"""Draw the figures of the algorithm pages from the functions of the trainer (``python -m docs.figures``)."""
+"""Draw the figures of the algorithm pages with the trainer's functions (``python -m docs.figures``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentrl_train.report.charts import Series, line_chart, number_label, standa
 FIGURES = Path(__file__).parent / "algorithms/figures"
 GROUP = 8
 PROBABILITY = 0.2
-"""Probability of the token under the policy that sampled it, in the figure of the trust regions."""
+"""Probability of the token under the sampling policy, in the figure of the trust regions."""
 
 
 def groups() -> str:
-    """Return the advantage of a success under each baseline, by the number of successes in its group."""
+    """Return a success's advantage under each baseline, by the number of successes in its group."""
     methods = {
         "REINFORCE": (advantage.none, advantage.unscaled),
         "RLOO": (advantage.leave_one_out, advantage.unscaled),
@@ -43,7 +43,7 @@ def _of_success(count: int, baseline: advantage.Baseline, scale: advantage.Scale
 
 
 def ratios() -> str:
-    """Return the weight of the gradient of a token with the advantage 1 under each trust region."""
+    """Return the gradient weight of a token with advantage 1 under each trust region."""
     regions: dict[str, Callable[..., Any]] = {"clip": loss.clip, "cap": loss.cap, "soft": loss.soft}
     regions["divergence"] = loss.divergence
     lines = {}

@@ -1,7 +1,7 @@
 """Write the generated text of the documentation into its pages (``python -m docs.generate``).
 
-A page holds generated text between ``<!-- generated: KIND NAME -->`` and ``<!-- end -->``. The text is
-committed, so that every page can be read in an editor and on a code host. ``--check`` lists stale pages and
+A page has generated text between ``<!-- generated: KIND NAME -->`` and ``<!-- end -->``. The text is
+committed, so that every page is readable in an editor and on a code host. ``--check`` lists stale pages and
 writes nothing.
 """
 
@@ -27,18 +27,18 @@ MARKER = re.compile(r"(<!-- generated: (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re
 
 
 def fill(markdown: str) -> str:
-    """Return a page with its generated text made anew."""
+    """Return a page with its generated text updated."""
     return MARKER.sub(lambda m: f"{m[1]}\n{GENERATED[m[2]](m[3]).strip()}\n\n{m[4]}", markdown)
 
 
 def pages() -> list[Path]:
-    """Return the pages that have generated text."""
+    """Return the pages with generated text."""
     found = sorted((ROOT / "docs").rglob("*.md"))
     return [page for page in found if "<!-- generated:" in page.read_text(encoding="utf-8")]
 
 
 def stale_pages() -> list[Path]:
-    """Return the pages with generated text that no longer follows from the code."""
+    """Return the pages with generated text that does not match the code."""
     return [page for page in pages() if fill(text := page.read_text(encoding="utf-8")) != text]
 
 
@@ -71,7 +71,7 @@ def caller_limits(_: str) -> str:
 
 
 def run_settings(_: str) -> str:
-    """Return every setting of a run, with one table for each section."""
+    """Return every setting of a run, with a table for each section."""
     rows: list[str] = []
     for line in reference().splitlines():
         setting, meaning = re.match(r"(?:# )?(.*?) *(?:# (.*))?$", line).groups()  # type: ignore[union-attr]
@@ -173,11 +173,11 @@ def _found(name: str) -> Any:
 
 @cache
 def _module(name: str, file: Path) -> Any:
-    """Return one parsed module; parsing whole packages takes ten times as long."""
+    """Return one parsed module. Parsing whole packages takes ten times as long."""
     logging.getLogger("griffe").setLevel(logging.ERROR)
     *packages, last = name.split(".")
     parent, collection = None, griffe.ModulesCollection()
-    for package in packages:  # empty, so that base classes within the module are found by their paths
+    for package in packages:  # empty, so that base classes within the module resolve by their paths
         member = griffe.Module(package, parent=parent, modules_collection=collection)
         (collection if parent is None else parent).set_member(package, member)
         parent = member
@@ -225,7 +225,7 @@ def _field(name: str, attribute: Any) -> str:
 
 
 def _signature(found: Any) -> str:
-    """Return how a class or function is called, with one parameter a line if it is long."""
+    """Return the signature of a class or function, with one parameter per line if it is long."""
     if found.is_attribute:
         return f"{found.name}: {found.annotation}"
     bases = [str(base) for base in found.bases] if found.is_class else []

@@ -1,4 +1,4 @@
-"""Make the pictures of README and the documentation from real output (``make pictures RUN=runs/NAME``).
+"""Create the pictures of README and documentation from real output (``make pictures RUN=runs/NAME``).
 
 The terminal shows a command and its output. Chromium draws the report of a finished run, an episode on its
 live page, the page of a server while sessions are played, and a session of the tutorial. Each page is drawn
@@ -30,15 +30,15 @@ IMAGES = DOCS / "images"
 COLUMNS = 60
 """Columns of the terminal."""
 LINES = 21
-"""Last lines of the output that are shown."""
+"""Number of shown lines, from the end of the output."""
 WIDTH = 460
-"""CSS pixels of a page. The images have two pixels for each."""
+"""Width of a page in CSS pixels. Images have two pixels for each."""
 MODES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 TASKS = ("household", "shop", "sql")
 PLAYED_S = 150.0
-"""Seconds for which sessions are played before the page of a server is shown."""
+"""Seconds of playing sessions before the page of a server is drawn."""
 MISTAKES = 0.2
-"""Share of the sessions that are played without calls, so that not every session succeeds."""
+"""Share of sessions played without calls, so that not every session succeeds."""
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
@@ -48,7 +48,7 @@ PICTURE = re.compile(
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page of the site with pictures that follow its switch between light and dark.
+    """Return a page of the site with pictures that follow the switch between light and dark.
 
     mkdocs calls this hook. It checks and rewrites the links of Markdown images, but not of HTML.
     """
@@ -75,17 +75,17 @@ def terminal(*command: str) -> str:
 
 
 def save(view: Page, name: str, *, height: int, hidden: str = "") -> None:
-    """Write what a page shows as two PNG images, for light and dark.
+    """Write a screenshot of a page as two PNG images, for light and dark.
 
     Args:
         view: the page.
-        name: of the images, without mode and ending.
+        name: name of the images, without mode and suffix.
         height: CSS pixels.
-        hidden: CSS selector of the elements that the images do not have.
+        hidden: CSS selector of elements to hide.
     """
     if hidden:
         view.add_style_tag(content=f"{hidden} {{ display: none !important }}")
-    view.route("**/*", lambda route: None)  # without answers the page is the same in both modes
+    view.route("**/*", lambda route: None)  # without new data the page is the same in both modes
     view.wait_for_timeout(500)
     for mode in MODES:
         view.emulate_media(color_scheme=mode)
@@ -122,7 +122,7 @@ def live_page(view: Page, run: Path) -> None:
 
 
 def server_page(view: Page) -> None:
-    """Draw the page of a server on which sessions have been played and some are open."""
+    """Draw the page of a server with finished and open sessions."""
     from agentrl_env import EnvClient
     from agentrl_env.launch.process import ServerProcess
 
@@ -139,12 +139,12 @@ def server_page(view: Page) -> None:
             for session, mistaken in sessions:
                 session.step("I do not know." if mistaken else session.expert())
             sessions = [(session, kind) for session, kind in sessions if session.status == "running"]
-            view.wait_for_timeout(500)  # the page needs this time to ask the server
+            view.wait_for_timeout(500)  # time for the page to poll the server
         save(view, "server", height=554, hidden="#name, .scroll")
 
 
 def session_page(view: Page) -> None:
-    """Draw a session of the environment of the tutorial as its page shows it."""
+    """Draw the page of a session in the tutorial's environment."""
     from agentrl_env import EnvClient
     from agentrl_env.launch.process import ServerProcess
 
@@ -165,7 +165,7 @@ def session_page(view: Page) -> None:
 
 
 def main(run: Path) -> None:
-    """Make every picture."""
+    """Create every picture."""
     from playwright.sync_api import sync_playwright
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests: a tiny random model and a tiny tokenizer."""
+"""Fixtures for the trainer's tests: a tiny random model and a tiny tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fakes: an engine with scripted completions, and an environment that fails on demand."""
+"""Fakes for tests: an engine with scripted completions, and an environment that fails on demand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Families of models as the table of templates knows them: control tokens, stop tokens and syntax of calls.
+"""Model families for the table of templates: control tokens, stop tokens and call syntax.
 
-``FAMILIES`` holds one row for each template; ``make_tokenizer`` builds its tokenizer without a download. The
-syntaxes are written out here, apart from the parsers and templates that they test.
+``FAMILIES`` has one row per template. ``make_tokenizer`` builds the tokenizer without a download. The
+syntaxes are written out here, independently of the parsers and templates under test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dumped(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Return a value as XML syntaxes write it: text as it is, all else as JSON."""
+    """Return a value as in XML syntaxes: text unchanged, other values as JSON."""
     return value if isinstance(value, str) else dumped(value)
 
 
@@ -69,7 +69,7 @@ def python_calls(calls: Sequence[Call], separator: str) -> str:
 
 
 def unescaped(calls: Sequence[Call], separator: str) -> str:
-    """Return Python calls as some templates write them: no quote or line break in a string is escaped."""
+    """Return Python calls as in some templates, without escaping quotes or line breaks in strings."""
     texts = []
     for name, arguments in calls:
         values = {k: f"'{v}'" if isinstance(v, str) else dumped(v) for k, v in arguments.items()}
@@ -251,20 +251,21 @@ COMMAND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
-        template: its file in ``templates``, without the suffix.
-        syntax: text of some calls, as the family's models write it.
+        template: file in ``templates``, without the suffix.
+        syntax: example calls as written by the family's models.
         special: special tokens of the tokenizer.
-        added: further added tokens, which are not special.
-        eos, bos: those of the tokenizer's configuration.
+        added: additional tokens that are not special.
+        eos, bos: tokens of the tokenizer's configuration.
         eos_ids: stop tokens of the generation configuration, as text.
         end: the token that ends a turn with calls.
-        thought: what opens and closes a thought; ``opened`` if the generation prompt does.
-        several: whether its models call several tools in a turn.
-        rstrip: whether special tokens strip the blanks after them.
-        settings: settings of the ``[model]`` table with which it is played.
+        thought: tags that open and close a thought. ``opened`` is True if the generation prompt contains the
+            opening tag.
+        several: True if the models call several tools in a turn.
+        rstrip: True if special tokens strip the following blanks.
+        settings: settings of the ``[model]`` table for playing.
     """
 
     template: str

@@ -81,7 +81,7 @@ async def test_turns_append_tokens_and_mask_covers_sampled_tokens(
     assert (row.loss_mask > 0).tolist() == sampled
 
 
-def test_horizon_rises_in_stages_of_steps() -> None:
+def test_horizon_increases_in_stages() -> None:
     rollout = RolloutSection(horizon={"turns": (10, 20, 30), "steps": 100}, max_turns={"short": 15})
     versions = (0, 99, 100, 199, 200, 1_000_000)
     assert [turn_limit(rollout, "a", version=v) for v in versions] == [10, 10, 20, 20, 30, 30]
@@ -99,7 +99,7 @@ async def test_horizon_limits_the_turns_of_training_episodes_only(client: EnvCli
     assert (await actor.sibling(EPISODE)).end is EpisodeEnd.TERMINATED
 
 
-async def test_greedy_episode_is_played_beside_the_siblings(client: EnvClient) -> None:
+async def test_greedy_episode_is_played_alongside_the_siblings(client: EnvClient) -> None:
     engine, likeliest = (ScriptedEngine(CHAT, always(DOWN)) for _ in range(2))
     greedy = make_actor(likeliest, client, temperature=0.0)
     group, failed = await make_actor(engine, client, greedy=greedy).group(
@@ -139,7 +139,7 @@ async def test_environment_failure_is_retried_in_fresh_session(client: EnvClient
     assert len({call[0] for call in engine.calls}) == 2
 
 
-async def test_repeatedly_failing_episode_is_left_out_without_reward(client: EnvClient) -> None:
+async def test_repeatedly_failing_episode_is_omitted_without_reward(client: EnvClient) -> None:
     Countdown.broken_resets = 3
     engine = ScriptedEngine(CHAT, always(DOWN))
     actor = make_actor(engine, client, environment_retries=2)
@@ -190,7 +190,7 @@ async def test_full_context_truncates_episode(client: EnvClient) -> None:
     ],
     ids=["text", "call", "invalid call"],
 )
-async def test_turn_that_the_full_context_cuts_is_recorded_and_not_acted_on(
+async def test_turn_truncated_by_the_full_context_is_recorded_and_not_played(
     client: EnvClient, monkeypatch: pytest.MonkeyPatch, said: Message
 ) -> None:
     steps: list[Message] = []
@@ -216,7 +216,7 @@ async def test_turn_that_the_full_context_cuts_is_recorded_and_not_acted_on(
     assert (last.reply, last.reward, trajectory.invalid_calls) == ((), 0.0, 0)
 
 
-async def test_turn_that_its_own_limit_cuts_is_answered(client: EnvClient) -> None:
+async def test_turn_truncated_by_its_token_limit_is_answered(client: EnvClient) -> None:
     script = iter([Message.assistant("x" * 300), DOWN, DOWN, DOWN])
     engine = ScriptedEngine(CHAT, lambda context, key: next(script))
     trajectory = await make_actor(engine, client).sibling(EPISODE)
@@ -252,7 +252,7 @@ async def test_stale_policy_samples_configured_fraction_of_turns(client: EnvClie
     group, _ = await actor.group(EPISODE, size=200, group_id=0, admitted_version=0)
     counts = Counter(turn.completion.policy for t in group.trajectories for turn in t.turns)
     share = counts["stale"] / 600
-    # Five standard deviations of a binomial share at 600 draws.
+    # Five standard deviations of a binomial share with 600 draws.
     assert abs(share - 0.25) < 5 * (0.25 * 0.75 / 600) ** 0.5
     assert any(len({turn.completion.policy for turn in t.turns}) == 2 for t in group.trajectories)
 

@@ -70,7 +70,7 @@ def group(
 
 
 def totals(groups: Sequence[TrajectoryGroup], **options: object) -> list[list[float]]:
-    """Return the advantage of each trajectory, which all its turns share."""
+    """Return the advantage of each trajectory. All its turns must have the same advantage."""
     found = []
     for per_group in advantages(groups, **options):
         assert all(len(set(turns)) == 1 for turns in per_group if turns is not None)
@@ -189,7 +189,7 @@ HARD = [group([1.0] + [0.0] * 7, [10] * 8, task="hard"), *[group([0.0] * 8, [10]
 
 
 @pytest.mark.parametrize("scale", [std, unscaled])
-def test_task_with_few_groups_of_signal_weighs_as_much_as_another(scale):
+def test_task_with_few_informative_groups_has_the_same_weight_as_another(scale):
     found = totals([*EASY, *HARD], scale=scale)
     squares = [10 * float(np.square(part).sum()) for part in (found[:8], found[8:])]
     assert squares == pytest.approx([639.0, 639.0])
@@ -235,7 +235,7 @@ def test_rounding_of_rewards_is_not_a_signal(rewards, scale):
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1e-17], [0.1 + 0.2 - 0.3, 0.0], [1e-9, 0.0]])
-def test_rest_of_rewards_that_cancelled_is_not_a_signal_in_its_task(rewards):
+def test_rounding_residue_of_cancelled_rewards_is_not_a_signal_in_its_task(rewards):
     assert totals([group(rewards), group([0.0, 1.0])])[0] == [0.0, 0.0]
     assert totals([group(rewards, task="b"), group([0.0, 1.0])])[0] != [0.0, 0.0]
 
@@ -313,7 +313,7 @@ def test_unknown_normalization_is_rejected():
 
 @pytest.mark.parametrize("probability", [0.05, 0.2, 0.5, 0.9])
 @pytest.mark.parametrize(("baseline", "factor"), [(leave_one_out, 1.0), (mean, 7 / 8), (none, 1.0)])
-def test_expected_gradient_of_bernoulli_policy(probability, baseline, factor):
+def test_expected_gradient_of_a_bernoulli_policy_is_exact(probability, baseline, factor):
     found = expected_gradient(probability, baseline=baseline, scale=unscaled)
     assert found == pytest.approx(factor * probability * (1 - probability))
 
@@ -325,7 +325,7 @@ def test_scale_by_group_weighs_samples_by_their_difficulty(probability, factor):
 
 
 def expected_gradient(probability: float, **pieces: object) -> float:
-    """Return the mean gradient of one logit over all outcomes of eight siblings; the action is the reward."""
+    """Return the mean gradient of a logit over all outcomes of eight siblings. The action is the reward."""
     expected = 0.0
     for wins in range(9):
         actions = np.array([1.0] * wins + [0.0] * (8 - wins))
@@ -341,7 +341,7 @@ def numbered(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 
 def net_push(groups: Sequence[TrajectoryGroup], aggregation: Aggregation) -> float:
-    """Return the sum of weight times advantage over all tokens of a step."""
+    """Return the sum of weights times advantages over all tokens of a step."""
     groups = numbered(groups)
     found = advantages(groups, aggregation=aggregation)
     rows = sequences(groups, found)

@@ -1,4 +1,4 @@
-"""Presets, functions named in a configuration, and combinations that are rejected."""
+"""Presets, functions named in a configuration, and rejected combinations."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ CONFIG = ROOT / "examples/quickstart/train.toml"
 OWN = ROOT / "examples/own-method/train.toml"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
 NEEDED = {"distill": ["algorithm.distill.teachers={'*' = 'org/teacher'}"]}
-"""Keys without which a preset is not complete."""
+"""Keys that complete a preset."""
 FUNCTIONS = {
     "credit": CREDITS | ESTIMATORS,
     "baseline": BASELINES,
@@ -57,13 +57,13 @@ FUNCTIONS = {
     "leave_out": EXCLUSIONS,
 }
 WITHOUT_FUNCTION = {"credit": {"archer", "sweet"}, "baseline": {"value"}, "correction": {"none"}}
-"""Choices that a critic or the absence of a correction implements."""
+"""Choices implemented by a critic or by omitting a correction."""
 
 ESTIMATED = ("algorithm.credit=gae_token",)
 
 
 def plain_config(*overrides: str, name: str = "mine") -> RunConfig:
-    """Return a configuration whose ``[algorithm]`` is empty but for the overrides."""
+    """Return a configuration with only the overrides in ``[algorithm]``."""
     return load_config(OWN, [f"run.name={name}", "algorithm={}", *overrides])
 
 
@@ -116,7 +116,7 @@ def test_preset_gives_advantages_and_a_finite_gradient(name: str) -> None:
 
 
 RARE = {"sampler": 1e-4, "policy": 0.15}
-"""Probabilities of a token that was rare when it was sampled: the ratio is 1,500."""
+"""Probabilities of a token that was rare when sampled. The ratio is 1,500."""
 
 
 @pytest.mark.parametrize("age", [1, 2, 8])
@@ -148,8 +148,8 @@ def test_bounds_of_weights_change_nothing_near_the_anchor() -> None:
         assert torch.equal(found, plain)
 
 
-def test_gspo_clips_nothing_of_a_batch_that_is_one_version_old() -> None:
-    """A step moves sequences further than 3e-4, which is the range of the steps within an update."""
+def test_gspo_clips_nothing_in_a_batch_that_is_one_version_old() -> None:
+    """A step moves sequences further than 3e-4, the range meant for steps within an update."""
     objective = objective_function(plain_config("algorithm.preset=gspo").algorithm)
     given = six(4, spread=0.05)
     before = {"old": given.logprobs.detach()}
@@ -167,7 +167,7 @@ def test_key_overrides_its_preset_and_the_recorded_configuration_is_complete(tmp
     assert load_config(tmp_path / "config.toml") == config
 
 
-def test_preset_of_a_file_may_name_functions_beside_it(tmp_path: Path) -> None:
+def test_preset_of_a_file_can_name_functions_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "best.py").write_text("def best(siblings):\n    return float(siblings.returns.max())\n")
     (tmp_path / "mine.toml").write_text('[algorithm]\nbaseline = "best.py:best"\nnormalization = "none"\n')
     config = plain_config(f"algorithm.preset={tmp_path}/mine.toml", "algorithm.scale=none")
@@ -322,7 +322,7 @@ LEAKY = "return -ratios * tokens.advantages"
         ("credit", "def own(group, shaped): return shaped", "a list of Comparison; it returned Shaped"),
     ],
 )
-def test_wrong_function_of_a_user_is_named_with_what_it_must_return(
+def test_wrong_user_function_is_named_with_the_required_return_value(
     tmp_path: Path, key: str, code: str, reason: str
 ) -> None:
     (tmp_path / "mine.py").write_text(f"{code}\n")
@@ -347,7 +347,7 @@ def test_signal_of_a_group_includes_penalties() -> None:
     assert (has_signal(longer), soft(longer)) == (False, True)
 
 
-def test_episodes_that_a_function_names_are_left_out_after_counting_in_the_baseline(tmp_path: Path) -> None:
+def test_episodes_selected_by_a_function_are_omitted_after_counting_in_the_baseline(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def long(trajectory):\n    return len(trajectory.turns) > 1\n")
     config = plain_config(
         f'algorithm.leave_out=["void", "{tmp_path}/mine.py:long"]',
@@ -360,7 +360,7 @@ def test_episodes_that_a_function_names_are_left_out_after_counting_in_the_basel
     assert "algorithm.leave_out.0: there is no" in refusal('algorithm.leave_out=["gone.py:boring"]')
 
 
-def test_method_of_a_user_takes_less_than_30_lines_and_trains() -> None:
+def test_user_method_takes_less_than_30_lines_and_trains() -> None:
     lines = (OWN.parent / "bounded.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) < 30
     config = load_config(OWN)
@@ -373,7 +373,7 @@ def test_method_of_a_user_takes_less_than_30_lines_and_trains() -> None:
     assert any(not torch.equal(value, before[name]) for name, value in learner.weights().items())
 
 
-def test_credit_by_turn_without_rewards_of_turns_is_warned_of() -> None:
+def test_credit_by_turn_without_turn_rewards_gives_a_warning() -> None:
     warning = turn_rewards_warning([rewarded([0.0, 1.0], [0.0, 0.0])])
     assert warning is not None
     assert "none of 2 turns before the last" in warning

@@ -63,7 +63,7 @@ def row(
     task: str = "a",
     rollout: int | None = None,
 ) -> TokenSequence:
-    """Return a sequence whose last ``sampled`` tokens are sampled and whose ids start at ``first``."""
+    """Return a sequence with ``sampled`` sampled tokens at its end and token ids from ``first``."""
     sampled = length - 1 if sampled is None else sampled
     mask = np.zeros(length, np.float32)
     mask[length - sampled :] = 1
@@ -148,7 +148,7 @@ def test_completion_with_unequal_lists_is_rejected():
         sequence(trajectory([bad]), 1.0, group([]))
 
 
-def test_trajectories_without_sampled_tokens_are_left_out():
+def test_trajectories_without_sampled_tokens_are_omitted():
     full, empty = trajectory([turn([1, 2], [3])]), trajectory([])
     (only,) = sequences([group([empty, full])], [[0.5, 2.0]])
     assert only.advantages.tolist() == [0.0, 0.0, 2.0]
@@ -272,7 +272,7 @@ def firsts(batches: Sequence[Batch]) -> list[list[int]]:
     return [sorted(by_first_token([batch])) for batch in batches]
 
 
-def test_empty_minibatches_are_left_out():
+def test_empty_minibatches_are_omitted():
     assert len(pack([row(4), row(4)], num_minibatches=5)) == 2
     assert pack([]) == []
 

@@ -1,4 +1,4 @@
-"""The benchmarks of ``make gpu`` and ``make gpu-quick``: their shapes, and their code on a CPU."""
+"""The shapes of ``make gpu`` and ``make gpu-quick``, and their code on a CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_learner_benchmark_runs_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_every_part_of_a_quarter_of_an_hour_on_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_every_part_of_gpu_quick_runs_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks.gpu_quick", str(tmp_path), "--device", "cpu"]
     command += ["--model", str(ROOT / "examples/quickstart/starter")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -64,7 +64,7 @@ def test_every_part_of_a_quarter_of_an_hour_on_a_gpu_runs_on_a_cpu(tmp_path: Pat
     assert results["push"]["stored"]["seconds"] > 0
 
 
-def test_packed_packages_are_those_that_pytorch_does_not_bring() -> None:
+def test_packed_packages_exclude_the_dependencies_of_pytorch() -> None:
     needed = closure(NEEDED) - closure(PRESENT)
     assert {"transformers", "fastapi", "gymnasium", "pytest"} <= needed
     assert "torch" not in needed

@@ -87,7 +87,7 @@ def test_unparsable_call_keeps_text_and_has_empty_name(body: str) -> None:
     assert (calls[0].function.name, calls[0].function.arguments) == ("", body)
 
 
-def test_call_without_arguments_has_none() -> None:
+def test_call_without_arguments_has_empty_arguments() -> None:
     ids = CHAT.tokenizer('<tool_call>\n{"name": "a"}\n</tool_call>', add_special_tokens=False).input_ids
     calls = CHAT.parse(ids, turn=1)[0].tool_calls
     assert calls is not None
@@ -207,7 +207,7 @@ def reply_to(chat: ChatFormat, said: Message, role: str, *, stop: str | None) ->
     return chat.text(chat.reply([message], after=said, stop=token))
 
 
-def test_turn_whose_end_opens_the_next_is_not_opened_twice() -> None:
+def test_turn_that_is_opened_by_the_previous_end_is_not_opened_twice() -> None:
     chat = chat_of(OPENED_BY_THE_NEXT, special=OPENERS)
     assert chat.text(chat.completion(SAID)) == "said<|user|>"
     assert chat.text(chat.completion(CALLED)).endswith("</tool_call><|observation|>")
@@ -217,7 +217,7 @@ def test_turn_whose_end_opens_the_next_is_not_opened_twice() -> None:
     assert reply_to(chat, CALLED, "tool", stop=None) == "<|observation|>ok<|assistant|>"
 
 
-def test_sampled_end_replaces_the_one_that_the_template_writes_within_a_conversation() -> None:
+def test_sampled_end_replaces_the_templates_end_within_a_conversation() -> None:
     chat = chat_of(ENDED_BY_KIND, special=ENDS)
     assert chat.text(chat.completion(SAID)) == "said<|return|>"
     assert chat.text(chat.completion(CALLED)).endswith("<|call|>")
@@ -293,7 +293,7 @@ def test_developer_and_content_parts_are_shown_by_templates_that_know_neither() 
     assert "<|im_start|>user\nlook\n[image_url]\nup<|im_end|>" in text
 
 
-def test_base_model_stops_where_the_template_ends_turns() -> None:
+def test_base_model_stops_at_the_templates_end_of_turn() -> None:
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     chat = ChatFormat(tokenizer)
@@ -335,7 +335,7 @@ def test_messages_of_the_user_are_joined_for_templates_that_alternate() -> None:
     assert "<|im_start|>user\none\n\ntwo<|im_end|>" in chat.reply_text(said, after=SAID)
 
 
-def test_template_without_tools_in_the_session_gets_none() -> None:
+def test_session_without_tools_passes_none_to_the_template() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ 'TOOLS' if tools is not none }}" + CHAT_TEMPLATE.replace(
         "{%- if tools %}", "{%- if tools is not none %}"
@@ -345,7 +345,7 @@ def test_template_without_tools_in_the_session_gets_none() -> None:
     assert chat.render([Message(role="user", content="start")], [TOOL]).startswith("TOOLS")
 
 
-def test_tools_in_the_prompt_need_no_template_that_can_do_without_tools() -> None:
+def test_tools_in_the_prompt_work_with_templates_that_require_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHAT_TEMPLATE
     text = ChatFormat(tokenizer, tool_parser="prompt").render([Message(role="user", content="start")], [TOOL])
@@ -358,7 +358,7 @@ COHERE_THOUGHTS = CHAT_TEMPLATE.replace(
 
 
 @pytest.mark.parametrize("parser", [None, "cohere", "hermes", "prompt"])
-def test_thought_that_the_prompt_opens_is_none_of_the_content(parser: str | None) -> None:
+def test_thought_opened_by_the_prompt_is_not_content(parser: str | None) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = COHERE_THOUGHTS + "{# <|START_ACTION|> #}"
     chat = ChatFormat(tokenizer, tool_parser=parser)
@@ -394,7 +394,7 @@ def test_thought_that_only_some_prompts_open_is_followed_turn_by_turn() -> None:
         assert [call.function.name for call in message.tool_calls or ()] == ["look"]
 
 
-def test_replies_follow_what_the_system_prompt_asks_of_the_template() -> None:
+def test_replies_follow_the_system_prompts_instructions_to_the_template() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         CHAT_TEMPLATE + "{% if add_generation_prompt and 'quick' in messages[0].content %}<quick>{% endif %}"
@@ -410,7 +410,7 @@ def test_argument_of_the_rendering_is_refused_as_a_variable_of_the_template() ->
         )
 
 
-def test_arithmetic_error_of_a_template_is_refused_with_the_setting_that_mends_it() -> None:
+def test_arithmetic_error_of_a_template_is_reported_with_the_setting_that_fixes_it() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE + "{{ 1 // 0 }}"
     with pytest.raises(ConfigError, match=r"chat template of .* set model\.chat_template"):

@@ -1,4 +1,4 @@
-"""Credit by turn and by state, and the baselines, scales and filters that no group of equal turns shows."""
+"""Credit by turn and by state, and baselines, scales and filters that need unequal turns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def episode(
     end: EpisodeEnd = EpisodeEnd.TERMINATED,
     invalid: int | None = None,
 ) -> Trajectory:
-    """Return an episode whose turns have these rewards; ``states`` are the observations after each turn."""
+    """Return an episode with these turn rewards. ``states`` are the observations after each turn."""
     replies = [*states, *(f"{name} after {u}" for u in range(len(states), len(rewards)))]
     turns = [
         turn(reward, tokens, reply, invalid_calls=int(u == invalid))
@@ -110,7 +110,7 @@ def test_gigpo_of_unique_states_is_grpo() -> None:
     assert np.concatenate(found[0]) == pytest.approx(np.concatenate(expected[0]))
 
 
-def test_state_is_the_observation_whoever_reached_it() -> None:
+def test_state_depends_only_on_the_observation() -> None:
     left = episode([0, 1], states=["the shop"])
     right = episode([0, 0], states=["the shop"])
     (found,) = plain([group(left, right)], credit=partial(by_state, gamma=1.0), scale=unscaled)
@@ -125,19 +125,19 @@ def test_credit_by_turn_uses_rewards_of_turns() -> None:
 
 
 @given(groups_of_rewards)
-def test_credit_by_turn_of_a_turn_that_no_sibling_reached_is_that_of_the_trajectory(rewards) -> None:
+def test_turn_that_no_sibling_reached_gets_the_credit_of_the_trajectory(rewards) -> None:
     one = rewarded([0.0] * 6 + [3.0], *rewards)
     (by_turns,), (whole,) = plain([one], credit=by_turn), plain([one])
     assert by_turns[0][-1] == pytest.approx(whole[0][-1])
 
 
-def test_credit_by_turn_of_a_single_episode_without_baseline_is_its_reward_to_go() -> None:
+def test_single_episode_without_baseline_gets_its_reward_to_go() -> None:
     (found,) = plain([rewarded([1, 2, 3])], credit=by_turn, baseline=none, scale=unscaled)
     assert found[0].tolist() == [6.0, 5.0, 3.0]
 
 
 @pytest.mark.parametrize("name", CREDITS)
-def test_rounding_left_of_rewards_that_cancel_is_no_signal(name: str) -> None:
+def test_rounding_residue_of_rewards_that_cancel_is_not_a_signal(name: str) -> None:
     credit = partial(CREDITS[name], gamma=1.0) if name != "trajectory" else by_trajectory
     for first, second in (([0.01, 0.02, -0.03], [0.0] * 3), ([1.0, -1.0], [0.0, 1e-66])):
         (found,) = plain([rewarded(first, second)], credit=credit)
@@ -161,7 +161,7 @@ def test_advantages_are_invariant_to_scale_and_to_shift_of_the_last_reward(
     assert np.concatenate(new) == pytest.approx(np.concatenate(old), abs=1e-6)
 
 
-def test_differences_whose_squares_vanish_are_not_divided_by_0() -> None:
+def test_differences_with_vanishing_squares_are_not_divided_by_0() -> None:
     (found,) = plain([rewarded([0.0], [1e-200])])
     assert np.concatenate(found) == pytest.approx(np.zeros(2), abs=1e-6)
 
@@ -176,9 +176,10 @@ def test_group_of_equal_episodes_has_no_signal(name, baseline, normalization) ->
 
 
 def outcomes(p: float) -> Iterator[tuple[float, list[float], list[float]]]:
-    """Yield chance, rewards and scores of the episodes of a task of one or two turns, at one logit a turn.
+    """Yield probability, rewards and scores of all episodes of a task with up to two turns and a logit per
+    turn.
 
-    An episode ends after a first action of 0.
+    An episode ends if its first action is 0.
     """
     for first, second in ((0, 0), (1, 0), (1, 1)):
         chance = (p if first else 1 - p) * (1.0 if not first else p if second else 1 - p)
@@ -215,7 +216,7 @@ def test_expected_gradient_over_two_turns_is_exact(p, credit, baseline, factor) 
 
 
 def test_credit_by_turn_has_less_variance_at_later_turns() -> None:
-    """Each of six turns earns its own reward, as in the additive chain of GiGPO's analysis."""
+    """Each of six turns has its own reward, as in the additive chain of GiGPO's analysis."""
     rng, squares = np.random.default_rng(0), {"trajectory": np.zeros(6), "turn": np.zeros(6)}
     for _ in range(300):
         actions = rng.integers(0, 2, (8, 6)).astype(float)
@@ -257,12 +258,12 @@ def test_batch_statistics_span_all_groups() -> None:
     assert centred == pytest.approx([-1.5, -2.5, 2.5, 1.5])
 
 
-def test_scale_by_the_mean_return() -> None:
+def test_advantages_are_scaled_by_the_mean_return() -> None:
     found = plain([rewarded([1.0], [0.0], [0.0], [0.0])], scale=mean_return)
     assert np.concatenate(found[0]) == pytest.approx([3.0, -1.0, -1.0, -1.0])
 
 
-def test_batch_normalization_pushes_failures_down_where_there_is_no_baseline() -> None:
+def test_batch_normalization_without_baseline_pushes_failures_down() -> None:
     single = [rewarded([1.0]), rewarded([0.0], number=1)]
     found = advantages(single, baseline=none, scale=unscaled, normalization="batch")
     assert float(found[0][0][0]) == -float(found[1][0][0]) > 0.0

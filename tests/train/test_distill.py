@@ -20,11 +20,11 @@ from tests.train.test_algorithm import NEEDED, plain_config, refusal
 from tests.train.training.test_replay import NoEngine
 
 PROMPTS = {"a": [3, 4], "b": [5, 6, 7]}
-"""Prompt of each task; its answer is one token."""
+"""Prompt of each task. An answer is one token."""
 
 
 def enumerated(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the loss of every action at once, each weighted by its probability."""
+    """Return the loss over all actions, each weighted by its probability."""
     student = logits.log_softmax(-1)
     return policy_loss(
         Tokens(
@@ -75,7 +75,7 @@ def test_advantage_of_a_token_is_the_gap_to_the_teacher() -> None:
     assert not same.advantages.any()
 
 
-def test_teacher_scores_as_a_learner_of_its_own_would() -> None:
+def test_teacher_scores_like_a_separate_learner() -> None:
     rows = made(6)
     other = qwen()
     with torch.no_grad():
@@ -100,7 +100,7 @@ def specialist(seed: int) -> torch.nn.Module:
 
 
 def distribution(one: Learner, task: str, teacher: str | None = None) -> np.ndarray:
-    """Return the log-probabilities of all tokens as the answer of a task."""
+    """Return the log-probabilities of all tokens as the answer to a task."""
     prompt = PROMPTS[task]
     rows = [
         TokenSequence(
@@ -203,11 +203,11 @@ def test_policy_approaches_the_teacher_of_each_task_without_any_reward(tmp_path:
         ),
     ],
 )
-def test_distillation_that_makes_no_sense_is_rejected(overrides: list[str], reason: str) -> None:
+def test_invalid_distillation_is_rejected(overrides: list[str], reason: str) -> None:
     assert reason in refusal(*overrides)
 
 
-def test_star_is_the_teacher_of_all_other_tasks() -> None:
+def test_star_names_the_teacher_of_all_other_tasks() -> None:
     section = DistillTable(weight=1.0, teachers={"a": "x", "*": "y"})
     assert [section.teacher_of(task) for task in "ab"] == ["x", "y"]
     assert DistillTable(weight=1.0, teachers={"a": "x"}).teacher_of("b") is None

@@ -1,4 +1,4 @@
-"""The grammars of forced answers, in the syntax of each family of models."""
+"""The grammars of forced answers in the syntax of each model family."""
 
 import pytest
 
@@ -31,7 +31,7 @@ GUESS, STOP = ParsedCall("guess", '{"n": 3, "text": "a < b"}'), ParsedCall("stop
 
 
 def accepts(text: str, name: str, constraint: Constraint) -> bool:
-    """Return True if a whole answer is in the grammar."""
+    """Return True if the grammar accepts a whole answer."""
     found = grammar(constraint, parser=PARSERS[name], tools=TOOLS, writer=GRAMMARS, thinks=True)
     matcher = GRAMMARS.start(found)
     ids = TOKENIZER(text)["input_ids"]
@@ -40,7 +40,7 @@ def accepts(text: str, name: str, constraint: Constraint) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS.keys() - PYTHONIC))
-def test_forced_calls_are_those_that_the_family_writes(name: str) -> None:
+def test_forced_calls_have_the_syntax_of_the_family(name: str) -> None:
     required = Constraint(calls="required")
     write = PARSERS[name].render
     assert accepts(write(ParsedTurn(None, "Hm.", (GUESS,))), name, required)
@@ -60,7 +60,7 @@ def test_calls_that_are_not_json_cannot_be_forced(name: str) -> None:
         accepts("", name, Constraint(calls="required"))
 
 
-def test_forbidden_calls_are_in_no_text() -> None:
+def test_grammar_excludes_forbidden_calls() -> None:
     none = Constraint(calls="none")
     assert accepts("Call <tool, not a tool_call>.", "hermes", none)
     assert not accepts("Now: <tool_call>", "hermes", none)

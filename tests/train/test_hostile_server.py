@@ -1,4 +1,4 @@
-"""Answers of a broken or hostile environment server end an episode at most."""
+"""Answers of a broken or hostile environment server can at most end an episode."""
 
 import math
 
@@ -23,7 +23,7 @@ HARMLESS = {
     "opens a session that has ended",
     "rewards 'nothing'",
 }
-"""Modes whose answers are odd and of the right form: an episode may end well."""
+"""Modes with odd but well-formed answers. An episode can still succeed."""
 
 
 async def test_honest_server_is_played_to_its_end() -> None:
@@ -33,7 +33,7 @@ async def test_honest_server_is_played_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(("call", "mode"), MODES)
-async def test_hostile_answer_fails_its_episode_alone(
+async def test_hostile_answer_fails_only_its_episode(
     call: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "MAX_ANSWER_BYTES", 16 * 1024 * 1024)

@@ -1,4 +1,4 @@
-"""The sweeps of ``make paper``: their tasks, their policy, and the figures that are in the documentation."""
+"""The sweeps of ``make paper``: tasks, policy, and the figures in the documentation."""
 
 import json
 import re
@@ -30,7 +30,7 @@ MEASURED = sorted(path.stem for path in EVIDENCE.glob("*.json"))
 
 @pytest.fixture(scope="module")
 def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of the sweeps whose policy has been written, as ``make paper`` does first."""
+    """Return a folder of the sweeps with the policy, which ``make paper`` writes first."""
     root = tmp_path_factory.mktemp("checkout")
     write_policy(root / "runs/paper/policy")
     for seed in range(POLICIES):
@@ -76,7 +76,7 @@ def test_run_of_the_paper_repeats_its_finding(paper: Path) -> None:
 
 
 def test_variants_of_lengths_weigh_the_tokens_of_unequal_turns_differently(paper: Path) -> None:
-    """On one batch, the gradients differ by more than a factor."""
+    """On one batch, the gradients differ in more than scale."""
     sizes, rewards = (2, 5, 12, 3), np.array([1.0, 0.5, 0.0, 0.0])
     pulls = []
     for run in load_sweep(paper / "lengths.toml", cores=2).runs[:3]:
@@ -102,11 +102,11 @@ def test_variants_of_lengths_weigh_the_tokens_of_unequal_turns_differently(paper
     (_, _, grpo), (_, scaled, token_mean), (_, unscaled, constant) = pulls
     assert grpo @ token_mean < 0.9
     assert grpo @ constant < 0.9
-    assert (scaled, unscaled) == ("std", "none")  # these two differ by the spread of each group
+    assert (scaled, unscaled) == ("std", "none")  # these two variants differ by the spread of each group
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_figure_in_the_documentation_is_of_the_sweep_in_the_repository(name: str, paper: Path) -> None:
+def test_figure_in_the_documentation_belongs_to_the_sweep_in_the_repository(name: str, paper: Path) -> None:
     found = json.loads((EVIDENCE / f"{name}.json").read_text())
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert [one["name"] for one in found["variants"]] == list(sweep.config.changes)
@@ -165,7 +165,7 @@ async def test_paid_choices_are_rewarded_in_their_turns() -> None:
     assert rewards == [0.25, 0.25, 0.0, 0.25]
 
 
-async def test_noisy_choices_succeed_in_truth_and_are_rewarded_wrongly_now_and_then() -> None:
+async def test_noisy_choices_report_true_success_and_are_sometimes_rewarded_wrongly() -> None:
     lies = 0
     async with EnvClient.local(tasks.Noisy) as client:
         for seed in range(60):

@@ -1,4 +1,4 @@
-"""Trees of sequences that begin alike."""
+"""Trees of sequences with common prefixes."""
 
 import numpy as np
 from hypothesis import given
@@ -13,7 +13,7 @@ HEAD = st.integers(0, 3 * SHORTEST)
 
 @st.composite
 def conversations(draw):
-    """Return sequences, each of which begins as a part of an earlier one, or with its own tokens."""
+    """Generate sequences that start with part of an earlier sequence or with their own tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     found = []
     for _ in range(draw(st.integers(1, 6))):
@@ -31,7 +31,7 @@ def spelled(sequences, tree):
 
 
 @given(conversations())
-def test_every_token_is_in_the_tree_once_behind_the_tokens_before_it(sequences):
+def test_every_token_is_in_the_tree_once_after_its_predecessors(sequences):
     tree = prefix_tree(sequences)
     tokens = spelled(sequences, tree)
     assert np.array_equal(tokens[tree.places], np.concatenate(sequences))
@@ -47,7 +47,7 @@ def test_every_token_is_in_the_tree_once_behind_the_tokens_before_it(sequences):
 
 
 @given(conversations())
-def test_tree_is_larger_than_its_longest_sequence_by_what_is_not_alike(sequences):
+def test_tree_exceeds_its_longest_sequence_by_the_unshared_tokens(sequences):
     kept = len(prefix_tree(sequences).kept)
     assert max(map(len, sequences)) <= kept <= sum(map(len, sequences))
     assert len(prefix_tree([*sequences, *sequences]).kept) <= kept + sum(
@@ -56,7 +56,7 @@ def test_tree_is_larger_than_its_longest_sequence_by_what_is_not_alike(sequences
 
 
 @given(conversations(), st.integers(1, 120))
-def test_each_sequence_is_in_one_family_whose_tree_fits(sequences, most):
+def test_each_sequence_is_in_exactly_one_family_and_its_tree_fits(sequences, most):
     parts = families(sequences, most)
     assert sorted(i for part in parts for i in part) == list(range(len(sequences)))
     for part in parts:
@@ -74,7 +74,7 @@ def test_siblings_share_their_opening_and_the_turns_in_which_they_agree():
     assert len(families([*others, *siblings], 148)) == 2
 
 
-def test_short_beginnings_are_not_shared():
+def test_short_prefixes_are_not_shared():
     a, b = np.arange(SHORTEST + 5), np.arange(SHORTEST + 5)
     b[SHORTEST - 1 :] += 100
     assert len(prefix_tree([a, b]).branches) == 2

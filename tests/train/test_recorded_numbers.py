@@ -1,7 +1,7 @@
-"""Advantages, losses and gradients are those recorded before the algorithm was composed of pieces.
+"""Advantages, losses and gradients equal the values recorded before the algorithm was split into pieces.
 
-``recorded_numbers.json`` has the results of the former functions for the groups and tokens below. They left
-groups without a signal out of the standard deviation of a task, which now counts them.
+``recorded_numbers.json`` has the results of the former functions for the groups and tokens below. The former
+functions excluded groups without a signal from the standard deviation of a task, which now includes them.
 """
 
 import json
@@ -61,7 +61,7 @@ def recorded_groups() -> list[TrajectoryGroup]:
 
 
 @pytest.mark.parametrize("case", RECORDED["advantages"])
-def test_advantages_are_those_of_the_former_function(case: dict) -> None:
+def test_advantages_equal_those_of_the_former_function(case: dict) -> None:
     found = advantages(
         recorded_groups(),
         baseline=BASELINES[case["baseline"]],
@@ -79,7 +79,7 @@ def test_advantages_are_those_of_the_former_function(case: dict) -> None:
 
 
 def enlarged(case: dict) -> dict[str, float]:
-    """Return by how much the advantages of a task grow if its groups without a signal count in its spread."""
+    """Return the growth factor of a task's advantages if its spread includes groups without a signal."""
     by_sequence, by_group = (case["aggregation"] == name for name in ("sequence_mean", "group_mean"))
     factors = {}
     for task in "ab":
@@ -96,7 +96,7 @@ def enlarged(case: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", RECORDED["losses"])
-def test_loss_gradient_and_statistics_are_those_of_the_former_function(case: dict) -> None:
+def test_loss_gradient_and_statistics_equal_those_of_the_former_function(case: dict) -> None:
     given = {name: torch.tensor(value, dtype=torch.float64) for name, value in RECORDED["tokens"].items()}
     tokens = Tokens(**given | {"logprobs": given["logprobs"].requires_grad_()})
     decoupled = case["importance_cap"] is not None

@@ -1,4 +1,4 @@
-"""Anchors, ratios, regions and corrections of the loss: published values, gradients and their laws."""
+"""Anchors, ratios, regions and corrections of the loss: published values, gradients and invariants."""
 
 import math
 from functools import partial
@@ -106,7 +106,7 @@ def test_ratio_by_sequence_ignores_tokens_without_weight() -> None:
     assert loss.item() == pytest.approx(-2 * math.exp(0.3))
 
 
-def test_gmpo_clips_each_token_only_where_that_lowers_the_objective() -> None:
+def test_gmpo_clips_each_token_only_if_that_lowers_the_objective() -> None:
     low, high = 1 - math.exp(-0.4), math.exp(0.4) - 1
     moved = tensor([1.0, -1.0, 0.2])
     for sign, expected in ((1.0, (0.4 - 1.0 + 0.2) / 3), (-1.0, (1.0 - 0.4 + 0.2) / 3)):
@@ -132,7 +132,7 @@ def test_soft_gate_falls_on_both_sides_and_faster_for_negative_advantages() -> N
     assert abs(down[2]) < abs(up[2])
 
 
-def test_divergence_leaves_out_tokens_that_moved_too_far_in_the_direction_of_their_advantage() -> None:
+def test_divergence_masks_tokens_that_moved_too_far_in_the_direction_of_their_advantage() -> None:
     now, before = tensor([0.9, 0.9, 0.02, 0.3, 0.3]), tensor([0.6, 0.6, 0.001, 0.6, 0.6])
     advantages = tensor([1.0, -1.0, 1.0, -1.0, 1.0])
     found = gradient(
@@ -245,7 +245,7 @@ def test_corrections_match_published_values() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_importance_sampling_is_unbiased(p: float) -> None:
-    """The action is the reward; both outcomes of a sampler at 0.3 are enumerated."""
+    """The reward equals the action, and both outcomes of a sampler at 0.3 are enumerated."""
     logit = tensor([math.log(p / (1 - p))]).requires_grad_()
     chances = torch.cat([logit.sigmoid(), 1 - logit.sigmoid()])
     sampler = tensor([0.3, 0.7])

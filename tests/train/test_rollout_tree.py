@@ -1,4 +1,4 @@
-"""A trajectory of several segments is one rollout: one return, one place in its group, one weight."""
+"""A trajectory with several segments is one rollout, with one return, one weight and one place in a group."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ from tests.train.learner.test_learner import VOCABULARY, gradients, learner, on_
 from tests.train.test_algorithm import plain_config
 
 BY_TOKENS = ("token_mean", "rollout_mean", "group_mean", "task_mean", "constant")
-"""Aggregations that do not see where a rollout is divided into segments."""
+"""Aggregations that do not depend on the division of a rollout into segments."""
 
 
 def turn(prompt: Sequence[int], sampled: Sequence[int], *, segment: int = 0, reward: float = 0.0) -> Turn:
@@ -63,7 +63,7 @@ def group(*trajectories: Trajectory, number: int = 0, task: str = "a") -> Trajec
 
 
 def divided(whole: Trajectory, boundaries: Sequence[int]) -> Trajectory:
-    """Return the same rollout with a new segment before each of these turns, which repeats the history."""
+    """Return the same rollout with a new segment at each of these turns. A segment repeats the history."""
     turns: list[Turn] = []
     segments, context = [ROOT], []
     for number, one in enumerate(whole.turns):
@@ -77,7 +77,7 @@ def divided(whole: Trajectory, boundaries: Sequence[int]) -> Trajectory:
 
 
 def with_workers(planner: Trajectory, count: int) -> Trajectory:
-    """Return a rollout whose first turn called ``count`` workers, of two turns each."""
+    """Return a rollout that calls ``count`` workers in its first turn, with two turns each."""
     first, *rest = planner.turns
     worker = Segment(parent=0, after_turn=0, reason="sub_agent", agent="worker")
     played = [turn([7, 8], [9] * size, segment=number) for number in range(1, count + 1) for size in (1, 2)]
@@ -94,7 +94,7 @@ ids = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 @st.composite
 def divided_groups(draw: st.DrawFn) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-    """Return groups, and the same groups with their rollouts divided into segments."""
+    """Generate groups, and the same groups with rollouts divided into segments."""
     whole, parts = [], []
     for number in range(draw(st.integers(1, 3))):
         task = draw(st.sampled_from("ab"))
@@ -171,7 +171,7 @@ def test_rewritten_history_opens_exactly_one_row():
     assert [one.rollout for one in rows] == [0, 0]
 
 
-def test_rollouts_keep_their_numbers_where_others_are_left_out():
+def test_rollouts_keep_their_numbers_if_others_are_omitted():
     one = rollout([turn([1], [2])])
     rows = sequences([group(one, one), group(with_workers(one, 2), number=1)], [[None, 1.0], [1.0]])
     assert [row.rollout for row in rows] == [1, 2, 2, 2]
@@ -187,7 +187,7 @@ def five_turns(seed: int) -> Trajectory:
 
 
 def of_the_policy(rows: Sequence[TokenSequence], seed: int = 3) -> list[TokenSequence]:
-    """Return rows as if sampled by a policy a little away from the model, so that ratios differ from 1."""
+    """Return rows as if sampled by a slightly different policy, so that ratios differ from 1."""
     shift = np.random.default_rng(seed).normal(0, 0.1, VOCABULARY).astype(np.float32)
     found = on_policy(learner(qwen()), rows)
     return [with_(one, logprobs=(one.logprobs + shift[one.token_ids]) * one.loss_mask) for one in found]
@@ -219,7 +219,7 @@ def four_planners() -> list[Trajectory]:
     return [rollout([turn([1], [2, 3]), turn([4], [5], reward=reward)]) for reward in (1.0, 0.0, 1.0, 0.0)]
 
 
-def test_matpo_advantages_are_those_of_the_planners():
+def test_matpo_advantages_equal_those_of_the_planners():
     function = advantage_function(plain_config("algorithm.preset=matpo").algorithm, max_context=512)
     planners = four_planners()
     crowded = [with_workers(planners[0], 100), *planners[1:]]
@@ -266,7 +266,7 @@ def test_worker_tokens_are_divided_by_the_number_of_rollouts():
 # --- Agent Lightning (arXiv 2508.03680) ---
 
 
-def test_rollout_of_fifty_calls_weighs_as_much_as_one_of_a_single_call():
+def test_rollout_of_fifty_calls_has_the_same_weight_as_one_of_a_single_call():
     many = rollout([turn([1], [2, 3]) for _ in range(50)])
     made = [group(divided(many, range(1, 50)), rollout([turn([1], [2])]))]
     rows = sequences(made, ones(made))
@@ -298,7 +298,7 @@ def test_normalized_advantages_of_segments_have_mean_zero_under_the_weights_of_t
     assert mean == pytest.approx(0.0, abs=1e-6)
 
 
-def test_observation_of_a_turn_is_that_of_its_segment():
+def test_observation_of_a_turn_comes_from_its_segment():
     task = Message(role="user", content="find it")
     worker = Segment(parent=0, after_turn=0, reason="sub_agent", agent="worker", opening=[task])
     one = rollout([turn([1], [2]), turn([1] * 5, [2], segment=1), turn([1], [3])], [ROOT, worker])
@@ -316,13 +316,13 @@ def test_states_of_planner_and_worker_are_not_compared():
     assert [comparison.turns for comparison in recurring] == [[0, 0]]
 
 
-def test_overlong_penalty_is_that_of_the_longest_segment():
-    one = with_workers(rollout([turn([1] * 6, [2] * 2)]), 3)  # 8 tokens, and 7 in each worker
+def test_overlong_penalty_depends_on_the_longest_segment():
+    one = with_workers(rollout([turn([1] * 6, [2] * 2)]), 3)  # 8 tokens, plus 7 in each worker
     shaped = shaped_rewards(group(one), overlong=(10, 4, 1.0))
     assert shaped.returns.tolist() == [-0.5]
 
 
-# --- trees that are none ---
+# --- invalid trees ---
 
 
 @pytest.mark.parametrize(
@@ -337,12 +337,12 @@ def test_overlong_penalty_is_that_of_the_longest_segment():
         ([], "a turn is of segment 0"),
     ],
 )
-def test_segments_that_are_no_tree_are_rejected(segments, reason):
+def test_segments_that_do_not_form_a_tree_are_rejected(segments, reason):
     with pytest.raises(ValueError, match=reason):
         rollout([turn([1], [2]), turn([1], [2], segment=1)], segments)
 
 
-def test_privileged_information_is_that_of_the_sample():
+def test_privileged_information_comes_from_the_sample():
     sample = TaskSample(task="a", data={"privileged": {"reference": "42"}, "question": "?"})
     one = rollout([turn([1], [2])])
     assert replace(one, sample=sample).privileged == {"reference": "42"}

@@ -1,4 +1,4 @@
-"""Long episodes are truncated and trained on; only calls that are not answered are failures."""
+"""Long episodes are truncated and trained on. Only unanswered calls are failures."""
 
 import asyncio
 from collections import Counter
@@ -43,7 +43,7 @@ class Walk(Environment):
 
 
 class VirtualTime(ScriptedEngine):
-    """An engine whose completions take a second of virtual time; the lengths of episodes are heavy-tailed."""
+    """An engine whose completions take a second of virtual time, for episodes with heavy-tailed lengths."""
 
     def __init__(self) -> None:
         super().__init__(CHAT, self._say)
@@ -55,7 +55,9 @@ class VirtualTime(ScriptedEngine):
     def _say(self, context: Sequence[int], key: str) -> Message:
         if key not in self._lengths:
             draws = np.random.default_rng(len(self._lengths))
-            self._lengths[key] = 1 + int(2 * draws.pareto(1.0))  # infinite mean; about a fifth above 9
+            self._lengths[key] = 1 + int(
+                2 * draws.pareto(1.0)
+            )  # the mean is infinite, and about a fifth exceed 9
         self.turns[key] += 1
         return LAST if self.turns[key] == self._lengths[key] else FURTHER
 
@@ -87,12 +89,12 @@ def virtual_actor(engine: VirtualTime, client: EnvClient) -> Actor:
         clients={"walk": client},
         sampling=Sampling(max_new_tokens=100, max_context=100_000),
         rollout=RolloutSection(episode_timeout_s=LIMIT_S),
-        slots=asyncio.Semaphore(1),  # one at a time: an episode's time is its own
+        slots=asyncio.Semaphore(1),  # one at a time, so that episodes do not share time
         clock=lambda: engine.now,
     )
 
 
-async def test_length_of_trained_episodes_is_that_of_played_ones(tmp_path: Path) -> None:
+async def test_trained_episodes_have_the_lengths_of_played_ones(tmp_path: Path) -> None:
     engine, group_size, trained = VirtualTime(), 4, []
     with closing(Journal(tmp_path)) as journal:
         async with Walk.local() as client:
@@ -114,7 +116,7 @@ async def test_length_of_trained_episodes_is_that_of_played_ones(tmp_path: Path)
     share = sum(one.end is EpisodeEnd.TRUNCATED_TIME for one in trained) / len(trained)
     assert share == engine.cut / len(engine.turns)
     assert 0.1 < share < 0.3
-    # Every episode was played once, and what was sampled is trained: none is replayed or left out.
+    # Every episode was played once and trained: none is replayed or omitted.
     assert len(trained) == len(engine.turns) == 10 * 5 * group_size
     assert np.mean([len(one.turns) for one in trained]) == np.mean(list(engine.turns.values()))
     assert sum(one.num_sampled_tokens for one in trained) == sum(engine.tokens.values())
@@ -167,7 +169,7 @@ async def test_engine_without_progress_is_a_failure(client: EnvClient) -> None:
     assert len(engine.calls) == 2
 
 
-async def test_environment_that_does_not_answer_is_a_failure(
+async def test_unanswered_environment_call_is_a_failure(
     client: EnvClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(session: ClientSession, message: Message) -> StepResult:
@@ -182,7 +184,7 @@ async def test_environment_that_does_not_answer_is_a_failure(
     assert trajectory.error == "CallTimeout: the environment did not answer within 0.05 s"
 
 
-async def test_last_turn_is_shorter_where_the_context_ends(client: EnvClient) -> None:
+async def test_last_turn_is_shorter_at_the_end_of_the_context(client: EnvClient) -> None:
     words = Message.assistant("blah " * 10)
     engine = ScriptedEngine(CHAT, always(words))
     trajectory = await make_actor(engine, client, max_context=600, max_new_tokens=60).sibling(EPISODE)
@@ -191,7 +193,7 @@ async def test_last_turn_is_shorter_where_the_context_ends(client: EnvClient) ->
     assert len(context) + sampling.max_new_tokens == 600
     assert 0 < sampling.max_new_tokens < 60
     assert {call[2].max_new_tokens for call in before} == {60}
-    # The last turn is the beginning of what a whole one would say.
+    # The last turn is a prefix of the untruncated turn.
     assert (
         list(trajectory.turns[-1].completion.token_ids) == CHAT.completion(words)[: sampling.max_new_tokens]
     )

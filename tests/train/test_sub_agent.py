@@ -1,4 +1,4 @@
-"""A sub-agent as a tool: workers play in segments of their own, in the session of the planner."""
+"""A sub-agent as a tool. Workers play in their own segments within the planner's session."""
 
 import json
 from collections.abc import AsyncIterator
@@ -74,7 +74,7 @@ REPORT = says(text="It is 401.")
 
 
 class Played:
-    """Plays an episode with scripted planner and workers; they say their messages in turn."""
+    """Plays an episode with a scripted planner and workers, which send their messages in turn."""
 
     def __init__(self, planner: list[Message], *workers: list[Message]) -> None:
         self._left = [iter(messages) for messages in (planner, *workers)]
@@ -116,7 +116,7 @@ async def test_worker_acts_in_the_same_session_and_its_report_is_the_result(clie
     assert called[1] <= looked[0] <= reported[1] <= called[2] <= entered[0]
 
 
-async def test_every_segment_is_the_row_that_the_engine_saw(client: EnvClient) -> None:
+async def test_every_segment_equals_the_row_that_the_engine_saw(client: EnvClient) -> None:
     both = says(call("delegate", number=0, task="a"), call("delegate", number=1, task="b"))
     played = Played([both, ENTER], [LOOK, REPORT], [says(text="No idea.")])
     trajectory = await played.run(client)
@@ -170,7 +170,7 @@ async def test_calls_of_both_kinds_in_one_message_are_answered_in_order(client: 
     assert trajectory.success
 
 
-async def test_episode_may_end_in_a_worker(client: EnvClient) -> None:
+async def test_episode_can_end_in_a_worker(client: EnvClient) -> None:
     trajectory = await Played([DELEGATE], [LOOK, ENTER]).run(client)
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TERMINATED, 1.0)
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
@@ -259,7 +259,7 @@ async def test_contexts_of_all_segments_are_released(client: EnvClient) -> None:
     assert len(played.engine.released) == 2
 
 
-async def test_sub_agent_is_offered_in_its_tasks_only(client: EnvClient) -> None:
+async def test_sub_agent_is_offered_only_in_its_tasks(client: EnvClient) -> None:
     played = Played([LOOK, ENTER])
     trajectory = await played.run(client, options={"tasks": ["another"]})
     assert trajectory.success
@@ -275,7 +275,7 @@ async def test_same_seed_plays_the_same_draws(client: EnvClient) -> None:
     assert len(set(first)) == 4
 
 
-# --- what is recorded ---
+# --- recording ---
 
 
 async def test_episode_with_workers_round_trips_and_is_shown_as_a_tree(client: EnvClient) -> None:
@@ -362,7 +362,7 @@ async def test_format_is_checked_for_planner_and_workers(client: EnvClient) -> N
         await check_sessions(CHAT, {"vault": client}, sources=sources, sampling=sampling, sub_agent=section)
 
 
-def test_settings_that_make_no_sense_are_refused_with_the_reason() -> None:
+def test_invalid_settings_are_rejected_with_the_reason() -> None:
     nobody = "rollout.sub_agent={planner_tools=[], worker_tools=[]}"
     assert "so no agent can act" in refusal(nobody)
     assert "which is for its report" in refusal("rollout.sub_agent={max_turns=1, worker_tools=['look']}")

@@ -1,4 +1,4 @@
-"""CPU threads follow the work: who computes alone has all of them."""
+"""CPU threads follow the work. A component that computes alone gets all threads."""
 
 import asyncio
 from contextlib import ExitStack, nullcontext

@@ -1,4 +1,4 @@
-"""Calls that real models write outside of the syntax of their family, and the errors for what is not read."""
+"""Calls that real models write outside their family's syntax, and the errors for unreadable calls."""
 
 import json
 from functools import partial
@@ -58,7 +58,7 @@ def calls_of(parsed: ParsedTurn) -> list[tuple[str, Any]]:
 
 
 def read(text: str, tools: list[ToolSpec] = TOOLS, *, parser: str = "hermes") -> list[tuple[str, Any]]:
-    """Return the calls of a text that only the tolerant reader reads."""
+    """Return the calls that only the tolerant parser finds in a text."""
     parsed, tolerant = read_turn(PARSERS[parser], text, tools)
     assert tolerant == bool(calls_of(parsed))
     return calls_of(parsed)
@@ -139,11 +139,11 @@ def test_content_keeps_the_prose_around_a_call_without_its_fence() -> None:
         f"<tool_call>Hm. </think>{CALL}",
     ],
 )
-def test_text_that_is_no_call_of_a_known_tool_outside_of_thoughts_yields_none(text: str) -> None:
+def test_text_without_a_call_of_a_known_tool_outside_thoughts_yields_no_call(text: str) -> None:
     assert read(text) == []
 
 
-def test_nothing_is_read_tolerantly_inside_an_open_thought() -> None:
+def test_calls_inside_an_open_thought_are_never_parsed_tolerantly() -> None:
     parsed, tolerant = read_turn(HERMES, f"Hm. {CALL}", TOOLS, in_thought=True)
     assert (parsed.calls, tolerant) == ((), False)
 
@@ -166,7 +166,7 @@ def test_text_without_the_name_of_a_tool_never_yields_a_call(text: str) -> None:
     assert read_turn(HERMES, text, TOOLS)[1] is False
 
 
-def test_many_openings_are_read_in_a_short_time() -> None:
+def test_many_openings_are_parsed_quickly() -> None:
     for piece in ('{"name": ', '{"name": "', "[{", '{"name": [', "```json\n", '{"type": {"function": {'):
         assert read(piece * 5_000) == []
 
@@ -183,7 +183,7 @@ def reading(text: str) -> Reading:
 
 
 def answered(text: str, reply: str, *, invalid_calls: int = 1) -> str:
-    """Return the reply that a model sees, for one that the environment gave."""
+    """Return the reply for the model to an environment's reply."""
     message = reading(text).message
     calls = message.tool_calls
     given_reply = (
@@ -261,9 +261,7 @@ class Finder(Environment):
         return "found"
 
 
-async def test_schema_reaches_the_model_with_its_type_first_and_arguments_in_the_order_of_the_author() -> (
-    None
-):
+async def test_schema_for_the_model_starts_with_its_type_and_keeps_the_order_of_arguments() -> None:
     async with Finder.local() as client:
         assert isinstance(client, EnvClient)
         session = await client.open("finder", split="train", index=0)

@@ -32,7 +32,7 @@ def call(name: str, **arguments: Any) -> ParsedCall:
 
 
 def values(turn: ParsedTurn) -> tuple[str | None, str | None, list[tuple[str, Any]]]:
-    """Return a turn with its arguments as values: families differ in the order of keys."""
+    """Return a turn with decoded arguments, because families order keys differently."""
     return (
         turn.content,
         turn.thought,
@@ -172,7 +172,7 @@ def test_documented_syntax_parses(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thought_stands_apart_from_content_and_calls(family: str) -> None:
+def test_thought_is_separate_from_content_and_calls(family: str) -> None:
     opening, closing = tags(family)
     parsed = PARSERS[family].parse(f"{opening}Hm, so.{closing}{DOCUMENTED[family]}", [MOVE, LOOK])
     assert values(parsed) == (EXPECTED[0], "Hm, so.", EXPECTED[1])
@@ -185,7 +185,7 @@ def test_thought_that_the_prompt_opened_is_a_thought(family: str) -> None:
     assert values(parsed) == (EXPECTED[0], "Hm, so.", EXPECTED[1])
 
 
-# In harmony a message has its recipient in its head, so the body of a thought cannot contain a call.
+# In harmony the recipient is in the header of a message, so the body of a thought cannot contain a call.
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"harmony"}))
 @pytest.mark.parametrize("in_thought", [False, True])
 def test_call_in_a_thought_is_not_a_call(family: str, in_thought: bool) -> None:
@@ -335,7 +335,7 @@ def test_llama_json_with_a_tool_or_with_arguments_is_a_call(text: str, expected:
         ('<|python_start|>{"name": "look", "parameters": {}}<|python_end|>', call("look")),
     ],
 )
-def test_llama_python_tag(text: str, expected: ParsedCall) -> None:
+def test_llama_python_tag_starts_a_call(text: str, expected: ParsedCall) -> None:
     assert PARSERS["llama"].parse(text) == ParsedTurn(calls=(expected,))
 
 
@@ -346,7 +346,7 @@ def test_llama_reads_calls_that_follow_one_another(between: str) -> None:
     assert PARSERS["llama"].parse(text) == ParsedTurn(calls=calls)
 
 
-def test_gemma_reads_nulls_and_keys_as_its_template_writes_them() -> None:
+def test_gemma_parses_nulls_and_keys_of_its_template() -> None:
     text = '<|tool_call>call:move{a b:true,deep:[{x:None}],none:None,to:<|"|>None<|"|>}<tool_call|>'
     expected = call("move", **{"a b": True, "deep": [{"x": None}], "none": None, "to": "None"})
     assert PARSERS["gemma4"].parse(text) == ParsedTurn(calls=(expected,))
@@ -407,7 +407,7 @@ NODE = {"anyOf": [{"$ref": "#/$defs/Node"}] * 20 + [{"type": "integer"}]}
     "schema",
     [{"type": [["x"], {}]}, {"type": 5, "enum": 5}, {"anyOf": 5, "$ref": 5}, {"enum": [b"x"]}, [], "x", NODE],
 )
-def test_malformed_schema_types_nothing(schema: Any) -> None:
+def test_malformed_schema_leaves_arguments_untyped(schema: Any) -> None:
     spec = ToolSpec(
         function=FunctionSpec(name="f", parameters={"properties": {"v": schema}, "$defs": {"Node": NODE}})
     )
@@ -438,7 +438,7 @@ def test_qwen_call_without_its_outer_tag_is_a_call() -> None:
         ("[f(to='<|tool_call_end|>]')]", [("f", {"to": "<|tool_call_end|>]"})]),
     ],
 )
-def test_python_calls(source: str, expected: list[tuple[str, Any]]) -> None:
+def test_python_calls_parse(source: str, expected: list[tuple[str, Any]]) -> None:
     assert values(PARSERS["lfm2"].parse(f"<|tool_call_start|>{source}<|tool_call_end|>"))[2] == expected
 
 
@@ -451,7 +451,7 @@ def test_python_is_never_run(tmp_path: Any) -> None:
     assert not target.exists()
 
 
-def test_harmony_channels() -> None:
+def test_harmony_channels_separate_thought_content_and_calls() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Done."
@@ -503,13 +503,13 @@ def test_call_ids_are_distinct_and_in_the_form_of_the_family(family: str) -> Non
         assert ids[1] == "call_1_1"
 
 
-def test_arguments_that_are_no_object_are_not_rendered() -> None:
+def test_arguments_that_are_not_an_object_are_not_rendered() -> None:
     for family in FAMILIES:
         with pytest.raises(ValueError, match="not a JSON object"):
             PARSERS[family].render(ParsedTurn(calls=(ParsedCall("look", "[1]"),)))
 
 
-def test_tools_may_have_names_that_are_keywords_of_python() -> None:
+def test_tools_can_be_named_like_python_keywords() -> None:
     for name in set(keyword.kwlist) - {"True", "False", "None"}:
         for text in (
             f"[{name}()]",
@@ -553,14 +553,14 @@ def arguments(text: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]
     return st.dictionaries(NAMES, nested, max_size=4)
 
 
-# A string with the marks of the syntax itself is ambiguous where the syntax has no escape.
+# A string with the syntax's own marks is ambiguous if the syntax has no escapes.
 TEXTS = {
     family: PLAIN_TEXT if family in ("harmony", "gemma4", "qwen_xml", "glm", "minimax", "seed") else ANY_TEXT
     for family in FAMILIES
 }
 
 
-few_examples = settings(max_examples=settings.default.max_examples // 3)  # each family draws its own
+few_examples = settings(max_examples=settings.default.max_examples // 3)  # separate draws for each family
 
 
 def schema_of(value: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Comparison of log-probabilities between engine and trainer."""
+"""Compare log-probabilities of engine and trainer."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_drift_compares_only_tokens_of_version() -> None:
     assert drift([trainer], [sequence], version=3) == Drift()
 
 
-def test_drift_of_truncated_sampling_counts_only_what_the_engine_finds_less_probable() -> None:
+def test_drift_of_truncated_sampling_counts_only_less_probable_tokens_in_the_engine() -> None:
     sequence = sampled([-1.0, -2.0, -3.0], [2, 2, 2])
     trainer = np.array([9.0, 9.0, -1.7, -2.4, -2.9])
     found = drift([trainer], [sequence], version=2, truncated=True)
@@ -57,7 +57,7 @@ def test_single_outliers_are_accepted_if_mean_is_within_tolerance() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "factor"), [(0.0, 1), (0.5, 2), (1.0, 1), (2.0, 1)])
-def test_rounding_below_temperature_1_is_tolerated_as_the_temperature_enlarges_it(
+def test_tolerance_for_rounding_grows_as_the_temperature_falls_below_1(
     temperature: float, factor: int
 ) -> None:
     engine = EngineSection(temperature=temperature, dtype="float32")
@@ -65,7 +65,7 @@ def test_rounding_below_temperature_1_is_tolerated_as_the_temperature_enlarges_i
     assert (accepted.worst, accepted.mean) == (factor * FLOAT32.worst, factor * FLOAT32.mean)
 
 
-def test_engine_without_numbers_is_a_mismatch() -> None:
+def test_nan_in_the_engine_is_a_mismatch() -> None:
     found = drift([np.array([0.0, 0.0, -1.0])], [sampled([math.nan], [1])], version=1)
     with pytest.raises(WeightMismatch, match="the engine does not hold the trainer's weights"):
         require_agreement(found, tolerance=Drift(worst=math.inf, mean=0.1), version=1)
@@ -73,7 +73,9 @@ def test_engine_without_numbers_is_a_mismatch() -> None:
 
 @pytest.mark.parametrize("engine", [math.nan, -1.0])
 @pytest.mark.parametrize("trainer", [math.nan, -math.inf])
-def test_trainer_without_numbers_blames_the_weights_and_not_the_engine(engine: float, trainer: float) -> None:
+def test_nan_in_the_trainer_is_attributed_to_the_weights_and_not_the_engine(
+    engine: float, trainer: float
+) -> None:
     with pytest.raises(WeightMismatch, match=r"the weights contain NaN .* check the files of model\.path"):
         drift([np.array([0.0, 0.0, trainer])], [sampled([engine], [1])], version=1)
 
@@ -87,7 +89,7 @@ def test_model_of_another_architecture_cannot_be_the_stale_policy(other: dict[st
 
 
 def canary(noise: Callable[[np.random.Generator, int], np.ndarray]) -> Canary:
-    """Return a canary whose trainer differs from the engine by some noise."""
+    """Return a canary with noise between trainer and engine."""
     draws = np.random.default_rng(0)
 
     def probe(token_ids, *, sampling, policies):
@@ -111,7 +113,7 @@ def canary(noise: Callable[[np.random.Generator, int], np.ndarray]) -> Canary:
 
 
 def rounding(draws: np.random.Generator, size: int) -> np.ndarray:
-    """Return differences as bfloat16 makes them: small ones, and now and then a nat."""
+    """Return differences typical of bfloat16: small values, and occasionally a nat."""
     return np.where(draws.random(size) < 0.01, 1.0, 0.02)
 
 

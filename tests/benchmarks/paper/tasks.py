@@ -108,7 +108,7 @@ class Doors(Choice):
     max_turns = 8
     right = (1, 2, 3)
     signs = "BTz"
-    """Letter of each door, repeated in observations. A policy with random weights overlooks a single letter."""
+    """Letter of each door, repeated because a policy with random weights overlooks a single letter."""
 
     def reset(self, sample, rng):  # type: ignore[no-untyped-def]
         self.turn = 0

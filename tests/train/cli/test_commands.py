@@ -1,4 +1,4 @@
-"""Commands: where a model is written, and which one is evaluated."""
+"""Commands: the output folder of models, and the evaluated model."""
 
 import io
 import re
@@ -40,21 +40,21 @@ def configured(folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("parent", [False, True])
-def test_output_that_is_a_file_is_refused_before_training(parent: bool, tmp_path: Path) -> None:
+def test_file_as_output_is_rejected_before_training(parent: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "model" if parent else tmp_path / "file"
     with pytest.raises(ConfigError, match=r"file.* cannot be written \(.*\): choose another folder"):
         commands.sft(configured(tmp_path), output=output)
 
 
-def test_output_with_a_model_is_refused_before_training(tmp_path: Path) -> None:
+def test_output_folder_with_a_model_is_rejected_before_training(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="already contains a model"):
         commands.sft(configured(tmp_path), output=tmp_path)
 
 
 @pytest.mark.parametrize("choice", ["nothing", "checkpoint", "run", "name"])
-def test_evaluation_names_the_model_that_it_evaluates(
+def test_evaluation_names_its_model(
     choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configured(tmp_path)
@@ -109,7 +109,7 @@ def test_interrupted_evaluation_is_continued_and_a_finished_one_is_repeated(
 
 
 @pytest.mark.parametrize("change", ["weights", "settings"])
-def test_evaluation_of_other_weights_or_settings_has_a_folder_of_its_own(
+def test_evaluation_of_other_weights_or_settings_has_its_own_folder(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folders = configured(tmp_path), list[Path]()
@@ -176,7 +176,7 @@ main()
 
 
 @pytest.mark.parametrize("arguments", [["settings"], ["plan", "examples/quickstart/train.toml"]])
-def test_command_without_the_extra_says_how_to_install_it(arguments: list[str]) -> None:
+def test_command_without_the_extra_explains_how_to_install_it(arguments: list[str]) -> None:
     command = [sys.executable, "-c", WITHOUT_TRAIN, ",".join(EXTRA_MODULES), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""``agentrl-train init``."""
+"""The command ``agentrl-train init``."""
 
 import re
 from pathlib import Path
@@ -42,14 +42,14 @@ def test_configuration_is_valid_and_explains_its_choices(
     assert config.environments[0].serve == (BOXES,)
     assert "boxes: 16 expert episodes of 4.0 turns" in text
     assert "# the longest expert turn has" in text
-    assert config.engine.max_new_tokens > 64  # a byte of this tokenizer is a token
+    assert config.engine.max_new_tokens > 64  # this tokenizer has one token per byte
     assert config.engine.max_context <= 1024
     assert f"agentrl-train plan {tmp_path / 'one.toml'}" in capsys.readouterr().out
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_configuration_of_adapters_has_their_learning_rate(model: str, tmp_path: Path) -> None:
+def test_configuration_of_adapters_has_the_learning_rate_for_adapters(model: str, tmp_path: Path) -> None:
     config, _ = written(model, tmp_path, measured=False, lora=True)
     assert config.train.lora is not None
     assert config.train.learning_rate == pytest.approx(5e-3)
@@ -120,7 +120,7 @@ def test_run_is_named_after_the_model(source: str, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_written_configuration_runs(tmp_path: Path) -> None:
+def test_written_configuration_can_be_run(tmp_path: Path) -> None:
     written(STARTER, tmp_path)
     settings = {"run.steps": 2, "run.folder": str(tmp_path / "runs"), "run.threads": 1, "eval.samples": 0}
     trainer = Trainer(tmp_path / "one.toml", settings=settings)

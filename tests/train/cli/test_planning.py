@@ -1,4 +1,4 @@
-"""``agentrl-train plan``."""
+"""The command ``agentrl-train plan``."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_run_that_does_not_fit_is_not_measured_and_names_the_settings_to_change(
     assert "speed" not in printed
 
 
-def test_changes_are_enough_and_none_is_made_without_need(
+def test_suggested_changes_suffice_and_all_are_necessary(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_of(make_model(), REMEDY)
@@ -84,7 +84,7 @@ def test_plan_without_a_measurement_has_no_speed(config: RunConfig) -> None:
     assert found.step.sampled > 0
 
 
-def test_measurement_uses_no_more_sessions_than_asked_for(config: RunConfig) -> None:
+def test_measurement_uses_at_most_the_requested_sessions(config: RunConfig) -> None:
     rates = measure(
         make_model(), engine=config.engine, train=config.train, sessions=3, context=100, budget_s=1.0
     )

@@ -1,4 +1,4 @@
-"""The configuration of the chaos runs, which are too long for the quick tests."""
+"""The configuration of the chaos runs. The runs are too long for the quick tests."""
 
 import tomllib
 

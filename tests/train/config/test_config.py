@@ -265,7 +265,7 @@ def test_reference_lists_every_setting_with_default(config_file: Path):
 
 
 FORMER = Path(__file__).with_name("former_keys.txt").read_text().split()
-"""All keys of a run before functions became tables, and those that had been renamed before."""
+"""All keys of a run from before functions became tables, and keys that had been renamed even earlier."""
 
 
 @pytest.mark.parametrize("former", FORMER)
@@ -311,14 +311,14 @@ def test_every_deadline_is_named_timeout_s():
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(2, 1), (1, 0), (30, 20)])
-def test_warm_up_is_shorter_than_the_run(config_file: Path, steps: int, warmup: int):
+def test_warm_up_must_be_shorter_than_the_run(config_file: Path, steps: int, warmup: int):
     config = load_config(config_file, ["train.warmup_steps=20", f"run.steps={steps}"])
     assert config.warmup_steps == warmup
     noted = f"train.warmup_steps is {warmup} instead of 20: the run has run.steps = {steps}"
     assert config.notes == ([] if warmup == 20 else [noted])
 
 
-def test_head_start_of_a_critic_is_shorter_than_the_run(config_file: Path):
+def test_head_start_of_a_critic_must_be_shorter_than_the_run(config_file: Path):
     config = load_config(
         config_file, ["algorithm.preset=archer", "algorithm.credit.warmup_steps=20", "run.steps=2"]
     )
@@ -351,7 +351,7 @@ def test_override_of_a_parameter_keeps_the_function_of_the_file(config_file: Pat
     assert (region.name, region.parameters) == ("soft", {"positive": 1.0, "negative": 2.0})
 
 
-def test_parameter_without_a_name_is_of_the_default_function(config_file: Path):
+def test_parameter_without_a_function_name_belongs_to_the_default_function(config_file: Path):
     config = load_config(config_file, ["algorithm.region.low=0.1"])
     assert config.algorithm.region.parameters == {"low": 0.1, "high": 0.28, "dual": 3.0}
 

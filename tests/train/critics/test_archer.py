@@ -1,4 +1,4 @@
-"""Twin critics of turns: targets, their fixed point, the actor's gradient, rows, updates and checkpoints."""
+"""Twin critics of turns: targets, fixed point, actor gradient, rows, updates and checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def trainer(one: TwinCritic, *, replay: int = 0, passes: int = 1, **algorithm) -
 
 
 def chain(*rewards: float, end: EpisodeEnd = EpisodeEnd.TERMINATED):
-    """Return an episode of single tokens whose observations differ from turn to turn."""
+    """Return an episode with one token per turn and different observations."""
     one = episode(list(rewards), end=end)
     turns = [replace(turn(reward, 1, str(u)), prompt_ids=[10 + u]) for u, reward in enumerate(rewards)]
     return replace(one, turns=turns)
@@ -58,18 +58,18 @@ def test_targets_have_the_fixed_point_of_the_chain() -> None:
     assert actions == pytest.approx(rewards[:, None] + 0.9 * after, abs=1e-3)
 
 
-def test_truncated_episode_goes_on_from_its_last_value_in_the_targets() -> None:
+def test_targets_of_a_truncated_episode_use_its_last_value() -> None:
     values, actions = np.array([[1.0, 2.0], [3.0, 4.0]]), np.zeros((2, 2))
     _, found = twin_targets(np.array([0.5, 0.0]), values, actions, gamma=0.5, bootstrap=values[-1])
     assert found.tolist() == [[2.0, 2.5], [1.5, 2.0]]
 
 
-def test_advantage_is_the_smaller_value_of_the_action_less_that_of_the_state() -> None:
+def test_advantage_is_the_smaller_action_value_minus_the_state_value() -> None:
     found = twin_advantages(np.array([[1.0, 2.0], [0.0, -1.0]]), np.array([[3.0, 2.5], [1.0, 4.0]]))
     assert found.tolist() == [1.5, 2.0]
 
 
-def test_gradient_of_the_actor_equals_that_by_enumeration() -> None:
+def test_gradient_of_the_actor_matches_enumeration() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     advantages = torch.randn(5, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_gradient_of_twins_matches_finite_differences_and_ignores_unknown_target
     assert not gradient[2].any()
 
 
-def test_row_is_marked_where_turns_begin_and_after_their_ends() -> None:
+def test_rows_mark_the_starts_of_turns_and_the_tokens_after_their_ends() -> None:
     (row,) = sequences([group(episode([0.0, 1.0], tokens=3))], [[0.0]])
     assert row.loss_mask.tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
     marked = turn_row(row)
@@ -105,7 +105,7 @@ def test_row_is_marked_where_turns_begin_and_after_their_ends() -> None:
     assert marked.token_ids[:-1].tolist() == row.token_ids.tolist()
 
 
-def test_values_do_not_depend_on_packing_and_are_those_of_the_hidden_states() -> None:
+def test_values_do_not_depend_on_packing_and_follow_from_the_hidden_states() -> None:
     one = twins()
     rows = [turn_row(row) for row in sequences([group(chain(0, 0, 1), episode([0.0, 1.0]))], [[0.0, 0.0]])]
     head, body = one.model.get_output_embeddings(), one.model.base_model
@@ -153,7 +153,7 @@ def test_tokens_of_a_turn_share_its_advantage() -> None:
     assert {"critic_loss", "explained_variance"} <= one.learn(step=1).keys()
 
 
-def test_replayed_episodes_teach_the_values_of_turns_alone() -> None:
+def test_replayed_episodes_train_only_the_values_of_turns() -> None:
     played = marked(episode_rows([group(chain(0, 1))], shaped_rewards))
     strategy = trainer(twins(), replay=4).strategy
     (fresh,), (again,) = (strategy.targets(played, on_policy=on) for on in (True, False))

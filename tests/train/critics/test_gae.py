@@ -1,4 +1,4 @@
-"""Generalized advantage estimation: published values, and the laws that hold for any rewards and values."""
+"""Generalized advantage estimation: published values, and invariants for any rewards and values."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ fractions = st.floats(0, 1)
 
 
 def advantages_and_returns(groups, values, *, invalid_call_penalty: float = 0.0, **options):
-    """Return the advantages of tokens, None for trajectories that are left out, and the critic's targets."""
+    """Return the advantages of tokens, or None for omitted trajectories, and the critic's targets."""
     shaped = [shaped_rewards(one, invalid_call_penalty=invalid_call_penalty) for one in groups]
     found = [
         [estimate(token_gae, *each) for each in zip(one.trajectories, rewards.rewards, own, strict=True)]
@@ -39,7 +39,7 @@ def advantages_and_returns(groups, values, *, invalid_call_penalty: float = 0.0,
 
 @st.composite
 def episodes(draw):
-    """Draw rewards of turns, values of tokens, and turns of tokens with observations between them."""
+    """Generate turn rewards, token values, and turns of tokens with observations between them."""
     rewards, values, turns = [], [], []
     for number in range(draw(st.integers(1, 4))):
         observed, sampled = draw(st.integers(0, 3)), draw(st.integers(1, 4))
@@ -137,7 +137,7 @@ def test_estimates_of_single_token_turns_are_equal(given_, lam: float, bootstrap
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_turn_without_tokens_adds_its_reward_to_the_one_before(name: str) -> None:
+def test_turn_without_tokens_adds_its_reward_to_the_previous_turn(name: str) -> None:
     values, turns = np.array([1.0, 2.0, 3.0]), np.array([0, 0, 2])
     found = ESTIMATORS[name](np.array([1.0, 5.0, 2.0]), values, turns)
     assert found.tolist() == ESTIMATORS[name](np.array([6.0, 2.0]), values, np.array([0, 0, 1])).tolist()
@@ -154,7 +154,7 @@ def test_turn_without_tokens_adds_its_reward_to_the_one_before(name: str) -> Non
         (EpisodeEnd.TRUNCATED_LENGTH, 1.0 + 0.25 - 0.25),
     ],
 )
-def test_truncated_episodes_go_on_from_the_last_value_and_terminated_ones_do_not(
+def test_truncated_episodes_bootstrap_from_the_last_value_and_terminated_ones_do_not(
     end: EpisodeEnd, last: float
 ) -> None:
     one = group(episode([0.0, 1.0], end=end))
@@ -175,7 +175,7 @@ def test_advantages_are_normalized_over_tokens_and_returns_are_not() -> None:
     assert returns[1][0].tolist() == [3.0, 3.0]
 
 
-def test_truncated_episode_may_be_left_out_of_the_policy_and_keeps_its_returns() -> None:
+def test_truncated_episode_can_be_omitted_for_the_policy_and_keeps_its_returns() -> None:
     one = group(episode([1.0]), episode([2.0], end=EpisodeEnd.TRUNCATED_TURNS))
     found, returns = advantages_and_returns([one], [[np.zeros(2), np.ones(2)]], leave_out=[truncated])
     assert found[0][1] is None

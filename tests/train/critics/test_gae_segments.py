@@ -1,4 +1,4 @@
-"""Advantages by a critic where a rollout has several segments."""
+"""Critic advantages of rollouts with several segments."""
 
 from dataclasses import replace
 
@@ -15,14 +15,14 @@ from tests.train.test_credit import episode, group
 
 
 def rollout_with_a_worker() -> Trajectory:
-    """Turns 1 and 2 are those of a worker."""
+    """Return a rollout in which a worker plays turns 1 and 2."""
     one = episode([0.0, 1.0, 2.0, 4.0], tokens=2)
     turns = [replace(turn, segment=segment) for turn, segment in zip(one.turns, [0, 1, 1, 0], strict=True)]
     worker = Segment(parent=0, after_turn=0, reason="sub_agent", agent="worker")
     return replace(one, turns=turns, segments=(ROOT, worker))
 
 
-def test_rewards_reach_the_turns_that_were_played_before_them_in_any_segment() -> None:
+def test_rewards_reach_earlier_turns_in_any_segment() -> None:
     one = rollout_with_a_worker()
     assert turn_numbers(one).tolist() == [0, 0, 3, 3, 1, 1, 2, 2]
     found, _ = advantages_and_returns([group(one)], [[np.zeros(8)]], normalization="none")

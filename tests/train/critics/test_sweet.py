@@ -1,4 +1,4 @@
-"""A critic with privileged information: advantages, preferences, gradients, and what the actor sees."""
+"""A critic with privileged information: advantages, preferences, gradients, and isolation of the actor."""
 
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ def knowing(one: Trajectory, known: str = "1") -> Trajectory:
 
 
 def said(*tokens: list[int], reward: float = 0.0) -> Trajectory:
-    """Return an episode whose turns sampled these tokens, with its reward at the end."""
+    """Return an episode with these sampled tokens and a reward at the end."""
     turns: list[Turn] = []
     for number, ids in enumerate(tokens):
         plain = turn(reward * (number == len(tokens) - 1), len(ids), str(number))
@@ -63,7 +63,7 @@ def test_turn_repeated_in_full_has_the_same_advantage(ratios: np.ndarray, times:
     assert again == pytest.approx(once)
 
 
-def test_mean_is_that_of_each_turn_and_of_none_is_zero() -> None:
+def test_mean_is_taken_per_turn_and_is_zero_without_tokens() -> None:
     found = turn_means(np.array([1.0, 3.0, 5.0]), np.array([0, 0, 2]), count=3)
     assert found.tolist() == [2.0, 0.0, 5.0]
 
@@ -88,7 +88,7 @@ def test_preferences_of_equal_returns_have_no_loss() -> None:
     assert (loss, gradient.tolist(), pairs) == (0.0, [0.0, 0.0], 0)
 
 
-def test_advantage_is_zero_where_critic_and_reference_are_equal_and_nothing_is_shown() -> None:
+def test_advantage_is_zero_if_critic_equals_reference_without_privileged_information() -> None:
     one = trainer(encode=lambda text: [])
     rows = one.rows([group(said([5, 6], [7], reward=1.0), said([8], [9]))])
     assert not any(row.advantages.any() for row in rows)
@@ -114,7 +114,7 @@ def test_advantage_is_the_mean_log_ratio_of_the_turn() -> None:
     assert row.token_ids.tolist() == plain.token_ids.tolist()  # the actor's row has nothing privileged
 
 
-def test_gradient_of_the_critic_is_that_of_the_loss_of_its_preferences() -> None:
+def test_gradient_of_the_critic_matches_its_preference_loss() -> None:
     groups = [
         group(said([5, 6], [7], reward=1.0), said([8], [9, 10, 11]), said([6], [5], reward=0.5)),
         group(said([9], reward=2.0), said([7, 7]), number=1),
@@ -141,7 +141,7 @@ def test_gradient_of_the_critic_is_that_of_the_loss_of_its_preferences() -> None
 def test_learned_advantages_rank_actions_by_the_hidden_information() -> None:
     one = trainer(encode=lambda text: [20 + int(text.strip()[-1])], learning_rate=3e-3, passes=2)
     groups = []
-    for known in (0, 1):  # the right first action is 5 where 0 is known and 6 where 1 is, the second is 7
+    for known in (0, 1):  # the right first action is 5 if 0 is known and 6 if 1 is known, and the second is 7
         played = [
             replace(
                 said([first], [second], reward=float(first == 5 + known) + float(second == 7)),
@@ -228,7 +228,7 @@ def test_pairs_are_of_the_better_and_the_worse_half(values, seed: int) -> None:
 
 
 def choosing(*played: list[int], others: list[int], **options) -> Trajectory:
-    """Return an episode each of whose turns could have sampled one of ``others`` in its place."""
+    """Return an episode with alternatives ``others`` for each turn."""
     one = said(*played, **options)
     turns = [
         replace(turn, alternatives=[replace(turn.completion, token_ids=[token]) for token in others])
@@ -260,14 +260,14 @@ def test_rows_of_pairs_have_the_gradient_of_their_mean_loss() -> None:
     rows = one.rows(groups)
     weights = token_weights(rows, aggregation="token_mean")
     slopes = np.array([-(row.advantages * weight).sum() for row, weight in zip(rows, weights, strict=True)])
-    # With each pair it is the same by the better as by the worse one, and never steeper than beta.
+    # For each pair it is the same for the better and the worse completion, and never steeper than beta.
     assert slopes.sum() == pytest.approx(0.0, abs=1e-6)
     assert 0.0 < slopes[slopes > 0].sum() < 0.5
     assert {row.token_ids.tolist()[0] for row in rows} == {0}  # nothing privileged
     assert one.learn(step=1)["dpo_pairs"] == 12.0
 
 
-def test_pairs_move_the_policy_towards_what_the_critic_knows_to_be_right() -> None:
+def test_pairs_move_the_policy_towards_the_critics_preferred_action() -> None:
     one = trainer(
         encode=lambda text: [20 + int(text.strip()[-1])],
         learning_rate=3e-3,

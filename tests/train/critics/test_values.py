@@ -1,4 +1,4 @@
-"""A critic: values of packed rows, gradients, updates, checkpoints, and the steps of a trainer with one."""
+"""A critic: values of packed rows, gradients, updates, checkpoints, and training steps."""
 
 import copy
 from dataclasses import replace
@@ -24,7 +24,7 @@ GAE = {"credit": "gae_token", "baseline": "value", "scale": "none", "normalizati
 
 
 def critic(model=None, *, head: bool = True, clip: float | None = None, **options) -> ValueCritic:
-    """Return a critic whose head is random rather than 0."""
+    """Return a critic with a random head instead of zeros."""
     options = {"learning_rate": 1e-2} | options
     one = ValueCritic(
         model or qwen(), objective=partial(value_loss, clip=clip), **learner_arguments(**options)
@@ -52,7 +52,7 @@ def gradients(one: ValueCritic, rows: list[TokenSequence], **packing) -> list[to
 
 
 @pytest.mark.parametrize("make", [qwen, llama])
-def test_values_are_those_of_the_states_before_the_tokens(make) -> None:
+def test_values_belong_to_the_states_before_the_tokens(make) -> None:
     model = make()
     one, body = critic(model), copy.deepcopy(model.base_model)
     head, rows = one.model.get_output_embeddings(), made()
@@ -63,7 +63,7 @@ def test_values_are_those_of_the_states_before_the_tokens(make) -> None:
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_values_begin_at_zero_and_the_policy_is_unchanged() -> None:
+def test_values_start_at_zero_and_the_policy_is_unchanged() -> None:
     policy = qwen()
     one = critic(copy.deepcopy(policy), head=False)
     assert not any(found.any() for found in one.values(made()))
@@ -73,7 +73,7 @@ def test_values_begin_at_zero_and_the_policy_is_unchanged() -> None:
         assert torch.equal(value, policy.get_parameter(name))
 
 
-def test_loss_of_values_is_half_the_squared_error_bounded_by_the_values_before() -> None:
+def test_value_loss_is_half_the_squared_error_clipped_around_the_old_values() -> None:
     given = partial(Tokens, weights=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     values = torch.tensor([1.0, 0.9, 5.0], dtype=torch.float64)
     before = torch.tensor([0.0, 0.8, 0.0], dtype=torch.float64)
@@ -191,15 +191,15 @@ def test_rows_have_the_advantages_of_their_tokens() -> None:
         assert not row.advantages[~sampled].any()
 
 
-def test_trajectories_without_tokens_or_left_out_have_no_rows() -> None:
+def test_empty_or_omitted_trajectories_have_no_rows() -> None:
     cut = episode([1.0], end=EpisodeEnd.TRUNCATED_TURNS)
     one = trainer(critic(), leave_out=["truncated"])
     rows = one.rows([group(episode([1.0], tokens=0), cut, episode([1.0, 0.0]))])
     assert [int(row.loss_mask.sum()) for row in rows] == [4]
-    assert one.learn(step=1)["critic_tokens"] == 6.0  # the critic learns from the episode that was cut, too
+    assert one.learn(step=1)["critic_tokens"] == 6.0  # the critic also learns from the truncated episode
 
 
-def test_metrics_are_those_of_the_values_before_the_update() -> None:
+def test_metrics_use_the_values_before_the_update() -> None:
     groups = [group(episode([0, 1.0]), episode([0.5]), episode([2.0, 0.0, 0.0]))]
     one = trainer(critic(head=False))
     one.rows(groups)

@@ -1,4 +1,4 @@
-"""A torch engine process whose forward passes fail: ``python -m tests.train.engine.breaking``."""
+"""``python -m tests.train.engine.breaking`` runs a torch engine process with failing forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deterministic engine: a completion depends only on the weights and its request."""
+"""The deterministic engine. A completion depends only on the weights and its request."""
 
 import asyncio
 import random
@@ -31,7 +31,7 @@ def bits(completion: Completion) -> tuple[Sequence[int], Sequence[float]]:
 
 
 async def session(engine: TorchEngine, number: int, *, pauses: random.Random | None) -> list[object]:
-    """Play some turns; random ``pauses`` vary the composition of batches."""
+    """Play some turns. Random ``pauses`` vary the composition of batches."""
     draw = random.Random(number)
     context = [draw.randrange(5, 250) for _ in range(draw.randrange(4, 60))]
     seen: list[object] = []

@@ -1,4 +1,4 @@
-"""Guessed tokens and shared prefixes change the work of the engine, and nothing that it samples."""
+"""Guessed tokens and shared prefixes change the engine's work but not its samples."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tests.tiny_models import make_model
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The models are too small for more."""
+    """Use one thread, because the models are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def play(
     *,
     most: int,
 ) -> tuple[dict[tuple[str, int], Completion], int]:
-    """Play sessions that share openings, each again by a second one; return completions and passes.
+    """Play pairs of equal sessions with shared openings. Return the completions and the number of passes.
 
     New weights are loaded in the middle of completions.
     """
@@ -96,7 +96,7 @@ REQUESTS = st.lists(
 def test_no_guess_changes_a_sample(
     requests: Sequence[tuple[list[int], SamplingParams]], learned: Sequence[Sequence[int]]
 ) -> None:
-    """Whatever the table guesses, right or wrong, tokens and log-probabilities are those without guesses."""
+    """Right and wrong guesses leave tokens and log-probabilities unchanged."""
     outcomes: list[dict[int, Completion]] = []
     for guesses in (False, True):
         drafts = Drafts([2])
@@ -132,7 +132,7 @@ def test_no_guess_changes_a_sample(
 
 
 def repeating() -> torch.nn.Module:
-    """Return a model that prefers tokens 2 to 6, so that guesses of them are right now and then."""
+    """Return a model that prefers tokens 2 to 6, so that guesses are sometimes right."""
     model = tiny("Qwen3", tie_word_embeddings=False)
     with torch.no_grad():
         model.get_output_embeddings().weight[7:] *= 0.01
@@ -142,7 +142,7 @@ def repeating() -> torch.nn.Module:
 REPEATING = repeating()
 
 
-def test_stale_policy_learns_from_completions_of_the_current_one() -> None:
+def test_stale_policy_guesses_from_completions_of_the_current_policy() -> None:
     engine = Drafts([2])
     current, stale = (
         Scheduler(make_model(), name=name, stop_token_ids=[2], num_slots=1, max_context=128, drafts=engine)
@@ -162,8 +162,8 @@ def test_stale_policy_learns_from_completions_of_the_current_one() -> None:
     assert passes[1] < 0.8 * passes[0]
 
 
-def test_prefix_is_shared_with_the_session_that_has_the_longest_one() -> None:
-    """Every session begins with the same system prompt, and each task continues in its own way."""
+def test_session_with_the_longest_common_prefix_shares_it() -> None:
+    """All sessions start with the same system prompt, and each task continues differently."""
     scheduler = Scheduler(make_model(), name="current", stop_token_ids=[2], num_slots=24, max_context=256)
     system = list(range(10, 60))
     tasks = [[*system, *(100 + (7 * n + i) % 100 for i in range(60))] for n in range(3)]
@@ -185,14 +185,14 @@ def test_prefix_is_shared_with_the_session_that_has_the_longest_one() -> None:
 
 
 @given(a=TOKENS, b=TOKENS)
-def test_shared_prefix_is_the_longest_one(a: Sequence[int], b: Sequence[int]) -> None:
+def test_longest_prefix_is_shared(a: Sequence[int], b: Sequence[int]) -> None:
     length = shared_prefix(a, b)
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
 
 
 @given(contexts=st.lists(st.lists(st.integers(0, 1), max_size=3 * BLOCK), max_size=6))
-def test_index_finds_all_contexts_that_begin_alike(contexts: Sequence[Sequence[int]]) -> None:
+def test_index_finds_all_contexts_with_a_common_prefix(contexts: Sequence[Sequence[int]]) -> None:
     index: PrefixIndex[int] = PrefixIndex()
     for owner, context in enumerate(contexts):
         index.add(owner, context)

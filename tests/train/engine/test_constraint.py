@@ -1,4 +1,4 @@
-"""Constrained decoding of the torch engine: sets, guesses, failures."""
+"""Constrained decoding in the torch engine: sets, guesses, failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def complete(
 
 
 def sets(completion: Completion) -> list[bytes]:
-    """Return the set of each token."""
+    """Return the allowed set at each token."""
     held = completion.allowed
     assert held is not None
     return [held.sets[place - 1] for place in held.places]
@@ -55,7 +55,7 @@ async def test_guesses_and_shared_prefixes_change_neither_tokens_nor_sets(engine
     first = await complete(engine, "a")
     passes = engine._progress
     again = await complete(engine, "b")
-    assert engine._progress - passes < len(again.token_ids)  # what was said once is guessed
+    assert engine._progress - passes < len(again.token_ids)  # earlier text is guessed
     assert again.token_ids == first.token_ids
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
     matcher = Grammars(TOKENIZER, stop_token_ids=[STOP], vocabulary=261).start(GRAMMAR)
@@ -84,7 +84,7 @@ async def test_constraint_holds_at_any_temperature_and_truncation(
     assert TOKENIZER.decode(done.token_ids).startswith("the answer is ")
 
 
-async def test_grammar_that_cannot_be_compiled_or_written_fails_its_request_alone() -> None:
+async def test_invalid_or_inexpressible_grammar_fails_only_its_request() -> None:
     engine = TorchEngine(
         {"current": make_model(vocabulary=8)},
         stop_token_ids=[STOP],
@@ -103,7 +103,7 @@ async def test_grammar_that_cannot_be_compiled_or_written_fails_its_request_alon
     await engine.close()
 
 
-async def test_sets_of_a_completion_are_found_again_from_its_tokens(engine: TorchEngine) -> None:
+async def test_sets_of_a_completion_are_recomputed_from_its_tokens(engine: TorchEngine) -> None:
     grammars = Grammars(TOKENIZER, stop_token_ids=[STOP], vocabulary=261)
     done = await complete(engine, "a")
     assert done.finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Pool of engine processes: session affinity, weight updates and restarts."""
+"""The pool of engine processes: session affinity, weight updates and restarts."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> ServingOptions:
 
 @pytest.fixture(scope="module")
 def pool(options: ServingOptions) -> Iterator[Subject]:
-    """Return a pool of two torch engine processes, which share their supervision with vLLM engines."""
+    """Return a pool of two torch engine processes. Their supervision is the same as for vLLM."""
     engine = EnginePool(options, replicas=2, deadline_s=120.0, liveness_s=10.0)
     yield Subject(engine, tolerance=1e-4)
     asyncio.run(engine.close())

@@ -1,4 +1,4 @@
-"""Waits that last as long as something makes progress."""
+"""Waits that continue while work makes progress."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from agentrl_train.errors import EngineError
 
 
 def counting(values: Iterator[int], *, then: Callable[[int], None] = lambda value: None) -> Callable[[], int]:
-    """Return a progress function; ``then`` is called with each value before it is returned."""
+    """Return a progress function that calls ``then`` with each value before returning it."""
 
     def progress() -> int:
         value = next(values)

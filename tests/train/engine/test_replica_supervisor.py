@@ -19,7 +19,7 @@ COMPLETION = {"token_ids": [7], "logprobs": [-1.0], "versions": [0], "finish_rea
 
 
 class Link:
-    """An engine whose start is scripted."""
+    """An engine with a scripted start."""
 
     process_id = 0
 
@@ -51,7 +51,7 @@ class Link:
 
 
 class Site:
-    """Creates links; the n-th start calls the n-th function of ``begins``."""
+    """Creates links. The n-th start calls the n-th function of ``begins``."""
 
     def __init__(self, *begins: Callable[[], None]) -> None:
         self.links: list[Link] = []
@@ -116,7 +116,7 @@ async def test_engine_that_never_starts_fails_with_reason() -> None:
 
 
 async def until_lost(replica: ReplicaSupervisor) -> None:
-    """Send requests until the supervisor has noticed the loss."""
+    """Send requests until the supervisor detects the loss."""
     while True:
         try:
             await generate(replica)
@@ -124,7 +124,7 @@ async def until_lost(replica: ReplicaSupervisor) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_starting_engine_is_put_to_sleep_before_learner_runs() -> None:
+async def test_starting_engine_sleeps_before_the_learner_runs() -> None:
     site = Site(well)
     site.ready.clear()
     async for replica in site.replica():

@@ -1,4 +1,4 @@
-"""Engines that release their device while the learner works, in this process and in a separate one."""
+"""Engines that release their device while the learner works, in this process and in a separate process."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ async def test_policies_have_separate_weights_and_completions_name_policy(
     assert float((expected - torch.tensor(stale.logprobs)).abs().max()) < 1e-4
 
 
-async def test_stale_policy_may_keep_the_weights_of_a_model_that_is_not_trained(engine: TorchEngine) -> None:
+async def test_stale_policy_can_keep_the_weights_of_an_untrained_model(engine: TorchEngine) -> None:
     publisher = Publisher(engine, stale=lambda: dict(make_model(seed=7).named_parameters()))
     for version, everywhere in ((3, True), (4, False)):
         weights = dict(make_model(seed=version).named_parameters())
@@ -215,7 +215,7 @@ async def test_cancelled_request_releases_its_row() -> None:
     await engine.close()
 
 
-async def test_completion_of_an_engine_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_completion_of_a_hanging_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, released = threading.Event(), threading.Event()
 
     def hang(scheduler: Scheduler) -> None:
@@ -338,7 +338,7 @@ def test_temperature_zero_is_greedy() -> None:
     uniform=st.sampled_from([0.0, 2**-24, 0.5, 1 - 2**-24]) | st.floats(0, 1, exclude_max=True, width=32),
 )
 @settings(deadline=None, max_examples=60)
-def test_draw_from_many_weights_is_that_of_their_cumulative_sum(
+def test_draw_from_many_weights_matches_their_cumulative_sum(
     size: int, seed: int, kept: int, uniform: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -354,7 +354,7 @@ def test_draw_from_many_weights_is_that_of_their_cumulative_sum(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 async def test_logprobs_match_model_on_gpu_across_turns_and_weight_updates() -> None:
     engine = TorchEngine(
         {"current": make_model().to("cuda")}, stop_token_ids=[2], max_sequences=4, max_context=128

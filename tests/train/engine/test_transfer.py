@@ -75,7 +75,7 @@ def test_push_of_gathered_weights_holds_one_bucket(monkeypatch: pytest.MonkeyPat
 
 
 class HostReads(TorchDispatchMode):
-    """Counts numbers read from tensors, and integer sums by device."""
+    """Counts the numbers read from tensors, and integer sums by device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_fingerprint_does_not_wait_for_each_parameter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_fingerprint_is_computed_on_the_gpu() -> None:
     model = make_model()
     here = SharedWeights(dict(model.named_parameters()), dtype=torch.bfloat16, policy_version=3)
@@ -129,7 +129,7 @@ def test_fingerprint_ignores_fusing_and_padding_and_detects_changed_bit() -> Non
 
 
 def shards(state: dict[str, torch.Tensor]) -> list[Fingerprint]:
-    """Return the fingerprints of two workers: matrices are split between them, vectors on both."""
+    """Return the fingerprints of two workers. Matrices are split between them, and both have the vectors."""
     halves = [
         {name: value.chunk(2)[worker] if value.ndim > 1 else value for name, value in state.items()}
         for worker in range(2)

@@ -1,4 +1,4 @@
-"""An agent program for a tiny policy: the reward is the share of even bytes in its answer."""
+"""An agent program for a tiny policy. The reward is the share of even bytes in its answer."""
 
 import httpx
 

@@ -1,4 +1,4 @@
-"""``tool_choice`` and formats of answers, sampled by the torch engine under a constraint."""
+"""``tool_choice`` and response formats, sampled by the torch engine under a constraint."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -57,7 +57,7 @@ TEMPERATURE = 0.7
 
 
 class EngineSampler:
-    """Samples with one seed after another."""
+    """Samples with consecutive seeds."""
 
     def __init__(self, engine: TorchEngine, **options: Any) -> None:
         self.sampling = Sampling(
@@ -83,7 +83,7 @@ class EngineSampler:
 async def opened(
     chat: ChatFormat = CHAT, *, ignored: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Session]]:
-    """Yield a client of a session in front of a real engine with a random model."""
+    """Yield a client of a session on a real engine with a random model."""
     engine = TorchEngine(
         {"current": make_model(vocabulary=300)},
         stop_token_ids=chat.stop_token_ids,
@@ -138,7 +138,7 @@ async def test_json_schema_forces_content() -> None:
 
 
 def allowed_of(turn: Turn, vocabulary: int = 300) -> torch.Tensor:
-    """Return the allowed tokens of each sampled token, [tokens, vocabulary]."""
+    """Return the allowed tokens at each sampled token, [tokens, vocabulary]."""
     held = turn.completion.allowed
     assert held is not None
     assert min(held.places) > 0
@@ -161,7 +161,7 @@ def by_hand(model: torch.nn.Module, turn: Turn) -> tuple[torch.Tensor, torch.Ten
 
 
 async def sampled() -> tuple[list[Turn], TrajectoryGroup]:
-    """Return first turns of conversations of their own, constrained and not, and their group."""
+    """Return the first turns of separate conversations, some constrained, and their group."""
     turns: list[Turn] = []
     episodes = []
     async with opened() as (client, session):
@@ -189,11 +189,11 @@ async def test_recorded_log_probabilities_are_renormalized_over_the_allowed_toke
         expected, _ = by_hand(model, turn)
         assert torch.tensor(turn.completion.logprobs) == pytest.approx(expected.detach().numpy(), abs=1e-5)
     assert turns[3].completion.allowed is None
-    # Most places of a forced text allow one token, which has probability 1.
+    # Most positions in a forced text allow one token, which has probability 1.
     assert sum(one == 0.0 for one in turns[0].completion.logprobs) > 10
 
 
-async def test_learner_has_the_recorded_log_probabilities_and_the_gradients_of_a_reference() -> None:
+async def test_learner_matches_recorded_log_probabilities_and_reference_gradients() -> None:
     turns, group = await sampled()
     advantages = [1.0, -0.5, 2.0, -1.0]
     rows = sequences([group], [advantages])
@@ -222,7 +222,7 @@ async def test_learner_has_the_recorded_log_probabilities_and_the_gradients_of_a
             entropies = -(scores.exp() * scores).sum(-1)
         else:
             logprobs, entropies = by_hand(model, turn)
-        # At the behaviour policy, the gradient of the ratio is that of the log-probability.
+        # At the behaviour policy, the gradient of the ratio equals the gradient of the log-probability.
         loss = loss - (advantage * logprobs + 0.1 * entropies).sum() / count
     loss.backward()
     assert metrics["entropy"] > 0
@@ -248,7 +248,7 @@ async def test_forbidden_calls_are_not_sampled_and_the_tools_stay_in_the_prompt(
     assert not allowed_of(turn)[:, opening].any()
 
 
-async def test_all_apis_take_a_choice_and_a_schema() -> None:
+async def test_all_apis_accept_a_choice_and_a_schema() -> None:
     flat = [{"type": "function", **GUESS}, {"type": "function", **STOP}]
     own = [{"name": one["name"], "input_schema": one["parameters"]} for one in (GUESS, STOP)]
     async with opened() as (client, _):

@@ -1,6 +1,6 @@
-"""Clients that strip thoughts or summarize their history, with Qwen3's template: one rollout has one weight.
+"""Clients that strip thoughts or summarize their history, with Qwen3's template. A rollout has one weight.
 
-Splitting by tokens, as servers do that render each call's messages anew, is counted beside it.
+For comparison, the test counts the splits by tokens of servers that render each call's messages again.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SAMPLING = Sampling(max_new_tokens=200, max_context=4000)
 
 
 class ThinkingEngine:
-    """Thinks before each call; log-probabilities tell all sampled tokens apart."""
+    """Thinks before each call. Log-probabilities identify all sampled tokens."""
 
     def __init__(self) -> None:
         self.sampled: dict[float, int] = {}
@@ -61,7 +61,7 @@ class ThinkingEngine:
 
 
 class Client:
-    """A program of ``TURNS`` calls, which edits its history before each one."""
+    """A program of ``TURNS`` calls that edits its history before each call."""
 
     def __init__(self, *, summarizes: bool) -> None:
         self.summarizes = summarizes

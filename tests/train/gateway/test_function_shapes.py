@@ -1,4 +1,4 @@
-"""Functions in other shapes: the legacy ones of chat completions, and the namespaces of responses."""
+"""Other forms of functions: legacy functions in chat completions, and namespaces in responses."""
 
 import json
 from typing import Any
@@ -94,7 +94,7 @@ async def test_answer_without_a_call_has_the_shape_of_any_other() -> None:
         ({"name": "down"}, "required", "down"),
     ],
 )
-def test_function_call_demands_what_tool_choice_does(choice: Any, calls: str, tool: str | None) -> None:
+def test_function_call_has_the_effect_of_tool_choice(choice: Any, calls: str, tool: str | None) -> None:
     request = ChatRequest.model_validate({"messages": [HELLO], "functions": [DOWN], "function_call": choice})
     constraint = request.constraint
     assert (constraint.calls, constraint.tool, constraint.parallel) == (calls, tool, False)
@@ -140,7 +140,7 @@ async def test_functions_of_a_namespace_are_called_by_their_names_in_it() -> Non
     assert tool.function.description == "Tools of the house.\nGo down."
 
 
-async def test_function_beside_a_namespace_keeps_its_name() -> None:
+async def test_function_outside_a_namespace_keeps_its_name() -> None:
     async with opened(ScriptedEngine(CHAT, always(SAYS_DOWN))) as (client, *_):
         tools = [NAMESPACE, {"type": "function", **DOWN}]
         answer = (await client.post("/responses", json={"input": "go", "tools": tools})).json()

@@ -1,4 +1,4 @@
-"""Launchers: their names, their checks, and the sessions that they play, without any coding agent."""
+"""Names, checks and sessions of launchers, without a coding agent."""
 
 import json
 import re
@@ -115,20 +115,20 @@ async def served(**section: Any) -> None:
         pass
 
 
-def test_names_of_launchers_are_found_and_commands_are_left_alone() -> None:
+def test_names_of_launchers_are_found_and_commands_are_unchanged() -> None:
     assert find_launcher("mini-swe-agent") is MINI
     for command in ("python agent.py", "python", "agent.py:play", "./agent", "mini-swe-agent --help"):
         assert find_launcher(command) is None
 
 
-async def test_unknown_launcher_is_an_error_that_names_the_nearest() -> None:
+async def test_unknown_launcher_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'mini-swe-agent'"):
         await served(serve=["module:Task"], program="mini-swe-agnet")
     with pytest.raises(ConfigError, match="the launchers are mini-swe-agent, "):
         find_launcher("somebody-elses-agent-0")
 
 
-def test_missing_agent_is_an_error_that_says_how_to_install_it() -> None:
+def test_missing_agent_is_an_error_with_the_install_command() -> None:
     options = {"name": "x", "module": "x", "install": "pip install 'it'"}
     missing = Launcher(requirement="no-such-package-0>=2", **options)
     with pytest.raises(ConfigError, match=r"no-such-package-0>=2, which is not installed: pip install 'it'"):
@@ -141,7 +141,7 @@ def test_missing_agent_is_an_error_that_says_how_to_install_it() -> None:
     Launcher(program="python", **options).check_installed()
 
 
-def test_range_of_mini_swe_agent_is_that_of_the_extra() -> None:
+def test_version_range_of_mini_swe_agent_matches_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert Requirement(MINI.requirement) in map(Requirement, extras["agents"])
 
@@ -188,7 +188,7 @@ def test_shell_of_a_task_is_found(environment: type[Environment], found: tuple[s
         (ExecResult(code=3, stdout="", stderr="", note="The output was cut."), 3),
     ],
 )
-def test_exit_code_is_read_from_the_text_of_a_sandbox(result: ExecResult, code: int) -> None:
+def test_exit_code_is_parsed_from_the_text_of_a_sandbox(result: ExecResult, code: int) -> None:
     assert Output(text=result.text, invalid=False).code == code
 
 
@@ -222,7 +222,7 @@ def test_command_of_another_type_is_rejected_by_the_task() -> None:
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("7\n", 1.0), ("8", 0.0), ("", 0.0)])
-def test_submission_is_the_answer_of_a_task_that_takes_one(answer: str, reward: float) -> None:
+def test_answer_is_submitted_if_the_task_accepts_one(answer: str, reward: float) -> None:
     session = open_session(Quiz)
     assert session.takes_answer
     assert session.end(answer)["reward"] == reward
@@ -246,7 +246,9 @@ def test_tools_are_served_by_mcp_until_the_task_ends() -> None:
         assert ask("prompts/list")["error"]["code"] == -32601
         assert client.post(url + "x", json={}).status_code == 404
         assert client.get(url).status_code == 405
-        with pytest.raises(httpx.ReadTimeout):  # an agent with the answer would call the policy again
+        with pytest.raises(
+            httpx.ReadTimeout
+        ):  # an agent that received the answer would call the policy again
             client.post(
                 url,
                 content=json.dumps({"id": 2, "method": "tools/call", "params": {"name": "submit"}}),

@@ -1,4 +1,4 @@
-"""Anthropic's API of the gateway over HTTP, in front of a scripted engine."""
+"""The gateway's Anthropic API over HTTP, with a scripted engine."""
 
 import json
 from typing import Any
@@ -149,7 +149,7 @@ async def test_stop_sequence_and_token_limit_are_the_reasons_to_stop() -> None:
         ({"max_token": 8}, "'max_token'"),
     ],
 )
-async def test_what_would_change_the_answer_is_refused_in_the_shape_of_the_api(
+async def test_unsupported_parameters_are_rejected_in_the_format_of_the_api(
     more: dict[str, Any], word: str
 ) -> None:
     async with opened() as (client, session, _):
@@ -181,7 +181,7 @@ async def test_hints_and_labels_change_nothing() -> None:
         assert (await ask(client, HELLO, **more))["content"] == [{"type": "text", "text": "hi"}]
 
 
-async def test_arguments_that_are_no_object_are_passed_on_and_recognized() -> None:
+async def test_arguments_that_are_not_an_object_are_passed_on_and_recognized() -> None:
     text = '<tool_call>\n{"name": "down", "arguments": "far"}\n</tool_call>'
     async with opened(ScriptedEngine(CHAT, always(Message.assistant(text)))) as (client, session, _):
         first = await ask(client, HELLO, tools=[TOOL])
@@ -191,7 +191,7 @@ async def test_arguments_that_are_no_object_are_passed_on_and_recognized() -> No
     assert (len(turns), len(segments)) == (2, 1), first
 
 
-async def test_base_url_may_end_in_v1_and_the_key_may_be_in_its_own_header() -> None:
+async def test_base_url_can_end_in_v1_and_the_key_can_be_in_its_own_header() -> None:
     async with opened(ScriptedEngine(CHAT, always(HI))) as (client, session, gateway):
         body = {"model": "any", "max_tokens": 9, "messages": [HELLO]}
         for url, headers in (

@@ -1,4 +1,4 @@
-"""Agent programs: commands and functions, their rewards, and their failures."""
+"""Agent programs: commands and functions, rewards and failures."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def ask(text):
 async def actor_of(
     run: Any, *, engine: ScriptedEngine | None = None, limit_s: float = 60.0, retries: int = 0, **options: Any
 ) -> AsyncIterator[Actor]:
-    """Yield an actor whose task ``questions`` a program plays."""
+    """Yield an actor with the task ``questions``, played by a program."""
     options.setdefault("samples", SAMPLES)
     sampling = Sampling(max_new_tokens=60, max_context=400)
     async with Gateway() as gateway:
@@ -183,7 +183,7 @@ async def not_a_number(base_url: str, sample: TaskSample) -> float:
 
 
 async def impatient(base_url: str, sample: TaskSample) -> float:
-    """Hang up in the middle of an answer, and give a reward all the same."""
+    """Disconnect in the middle of an answer but still give a reward."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await ask(base_url)
@@ -220,7 +220,7 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
         (["no-such-program"], "'no-such-program' cannot be started"),
     ],
 )
-async def test_program_without_a_result_is_a_failure_and_no_reward_of_zero(run: Any, reason: str) -> None:
+async def test_program_without_a_result_is_a_failure_and_not_a_reward_of_zero(run: Any, reason: str) -> None:
     trajectory = await play(run, limit_s=2.0 if "within 2 s" in reason else 60.0)
     assert trajectory.end is EpisodeEnd.FAILED_ENVIRONMENT
     assert trajectory.error is not None
@@ -228,7 +228,7 @@ async def test_program_without_a_result_is_a_failure_and_no_reward_of_zero(run: 
     assert reason in trajectory.error
 
 
-async def test_failed_episodes_are_retried_then_left_out_of_their_group() -> None:
+async def test_failed_episodes_are_retried_then_omitted_from_their_group() -> None:
     tries = []
 
     async def flaky(base_url: str, sample: TaskSample) -> float:
@@ -262,12 +262,12 @@ async def test_time_limit_truncates_a_program_that_has_given_no_reward() -> None
     trajectory = await play(hanging, engine=engine, limit_s=4.0, retries=2)
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.0)
     assert (trajectory.error, trajectory.success) == (None, False)
-    assert len(trajectory.turns) == len(engine.calls) == 1  # no replay
+    assert len(trajectory.turns) == len(engine.calls) == 1  # the episode is not replayed
 
 
 async def test_time_limit_lets_the_turn_in_progress_end() -> None:
     class Late(ScriptedEngine):
-        """Answers once the time of the program is over."""
+        """Answers after the program's time limit."""
 
         async def generate(self, *args: Any, **options: Any) -> Completion:
             while not session().closed:  # noqa: ASYNC110
@@ -296,8 +296,8 @@ async def test_time_limit_lets_the_turn_in_progress_end() -> None:
     assert set(refused) <= {410}
 
 
-async def test_lengths_of_a_group_of_programs_are_those_that_were_played() -> None:
-    """Half of the episodes are long and right, half are short and wrong."""
+async def test_group_of_programs_keeps_the_lengths_of_its_episodes() -> None:
+    """Half of the episodes are long and correct, the others are short and wrong."""
     played = []
 
     async def either(base_url: str, sample: TaskSample) -> float | None:
@@ -321,7 +321,7 @@ async def test_lengths_of_a_group_of_programs_are_those_that_were_played() -> No
 
 async def test_engine_that_fails_until_the_time_limit_fails_the_episode() -> None:
     class Failing(ScriptedEngine):
-        """Answers once, and fails from then on."""
+        """Answers once, then fails."""
 
         async def generate(self, *args: Any, **options: Any) -> Completion:
             self.failures = len(self.calls)
@@ -358,7 +358,7 @@ async def overflowing_after_a_reward(base_url: str, sample: TaskSample) -> float
         (command("ask('x'); ask('x' * 500); print(1.0)"), 0.0),
     ],
 )
-async def test_full_context_truncates_a_program_that_cannot_go_on(run: Any, reward: float) -> None:
+async def test_full_context_truncates_a_program_that_cannot_continue(run: Any, reward: float) -> None:
     engine = ScriptedEngine(CHAT, FOUR)
     trajectory = await play(run, engine=engine, retries=2)
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, reward)
@@ -386,7 +386,7 @@ async def test_full_context_is_a_truncation_if_the_program_gives_a_reward() -> N
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_LENGTH, 0.25)
 
 
-async def test_failure_of_the_engine_is_not_one_of_the_program() -> None:
+async def test_engine_failure_is_not_a_failure_of_the_program() -> None:
     engine = ScriptedEngine(CHAT, FOUR)
     engine.failures = 1
     trajectory = await play(right, engine=engine)

@@ -1,4 +1,4 @@
-"""The recorder: every context is recorded tokens plus new ones, and every sampled token is recorded once."""
+"""The recorder. A context is recorded tokens plus new tokens, and every sampled token is recorded once."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ def result(call: Call, text: str) -> Message:
 
 
 def completion_of(chat: ChatFormat, text: str, *, stopped: bool = True) -> Completion:
-    """Return tokens of a text with log-probabilities that identify them."""
+    """Return the tokens of a text with log-probabilities that identify them."""
     ids = chat._encode(text) + ([chat.stop_token_ids[0]] if stopped else [])
     return Completion(
         token_ids=ids,
@@ -44,7 +44,7 @@ def completion_of(chat: ChatFormat, text: str, *, stopped: bool = True) -> Compl
 def say(
     recorder: Recorder, messages: Sequence[Message], text: str, tools: Sequence[ToolSpec] = (TOOL,), **request
 ) -> Call:
-    """Make a call, and answer it with a text."""
+    """Make a call and answer it with a text."""
     call, repeated = recorder.begin(messages, tools, **request)
     assert not repeated
     recorder.finish(call, completion_of(CHAT, text))
@@ -105,7 +105,7 @@ def test_answer_that_the_client_writes_differently_is_still_the_same(changed: di
     assert len(recorder.rollout()[1]) == 1
 
 
-def test_results_carry_the_recorded_ids_where_the_client_has_changed_them() -> None:
+def test_results_get_the_recorded_ids_if_the_client_changes_them() -> None:
     recorder = Recorder(CHAT)
     first = say(recorder, [user("go")], CALLING)
     renamed = first.message.model_copy(update={"tool_calls": (ToolCall.of("down", call_id="mine", n=2),)})
@@ -116,7 +116,7 @@ def test_results_carry_the_recorded_ids_where_the_client_has_changed_them() -> N
     assert call.new[0].tool_call_id == first.message.tool_calls[0].id
 
 
-def test_other_arguments_are_another_message() -> None:
+def test_call_with_other_arguments_is_another_message() -> None:
     recorder = Recorder(CHAT)
     first = say(recorder, [user("go")], CALLING)
     other = first.message.model_copy(update={"tool_calls": (ToolCall.of("down", n=3),)})
@@ -136,14 +136,14 @@ def test_summarized_history_is_a_new_segment_of_the_same_agent() -> None:
     assert [turn.segment for turn in turns] == [0, 0, 1]
 
 
-def test_history_cut_at_its_beginning_is_rewritten() -> None:
+def test_history_truncated_at_its_start_counts_as_rewritten() -> None:
     recorder = Recorder(CHAT)
     first = say(recorder, [user("go")], CALLING)
     say(recorder, [first.message, result(first, "1")], "done")
     assert [one.reason for one in recorder.rollout()[1]] == ["root", "rewritten"]
 
 
-def test_conversation_of_another_agent_is_a_branch_and_the_first_goes_on() -> None:
+def test_conversation_of_another_agent_is_a_branch_and_the_first_continues() -> None:
     recorder = Recorder(CHAT)
     first = say(recorder, [SYSTEM, user("go")], CALLING)
     helper = [Message(role="system", content="You search."), user("find it")]
@@ -156,7 +156,7 @@ def test_conversation_of_another_agent_is_a_branch_and_the_first_goes_on() -> No
     assert segments[1].agent == "agent_1"
 
 
-def test_named_agents_with_equal_messages_have_segments_of_their_own() -> None:
+def test_named_agents_with_equal_messages_have_separate_segments() -> None:
     recorder = Recorder(CHAT)
     say(recorder, [user("go")], "one", agent="planner")
     second = say(recorder, [user("go")], "two", agent="worker")
@@ -191,7 +191,7 @@ def test_repeated_request_gets_the_answer_that_was_lost() -> None:
     assert len(recorder.rollout()[0]) == 1
 
 
-def test_request_that_says_it_is_a_retry_gets_the_same_answer() -> None:
+def test_request_marked_as_a_retry_gets_the_same_answer() -> None:
     recorder = Recorder(CHAT)
     call = say(recorder, [user("go")], "hello")
     assert recorder.begin([user("go")], (TOOL,), retried=True) == (call, True)
@@ -251,7 +251,7 @@ def test_call_that_cannot_be_read_is_text_and_counts_as_invalid() -> None:
 
 
 class Client:
-    """A client that continues, rewrites, samples anew, loses answers and has several conversations."""
+    """A client that continues, rewrites, resamples, loses answers and has several conversations."""
 
     def __init__(self, rng: random.Random, recorder: Recorder) -> None:
         self.rng, self.recorder = rng, recorder

@@ -1,4 +1,4 @@
-"""Runs whose episodes a program plays, and the gateway by itself, as processes."""
+"""Processes of runs with episodes played by a program, and of the standalone gateway."""
 
 import json
 import os
@@ -23,7 +23,7 @@ COUNTING = Path(__file__).with_name("counting.py")
 def write_program_config(
     folder: Path, *, program: str = f"{COUNTING}:play", inside: str = "", more: str = ""
 ) -> Path:
-    """Write a configuration whose samples are in a file; return its path."""
+    """Write a configuration with samples in a file. Return its path."""
     config = write_config(folder)
     lines = [json.dumps({"question": f"number {number}"}) for number in range(4)]
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
@@ -50,7 +50,7 @@ def test_samples_of_a_file_are_played_by_a_function_and_trained(tmp_path: Path) 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_run_whose_program_always_fails_ends_with_the_reason(tmp_path: Path) -> None:
+def test_run_with_a_program_that_always_fails_ends_with_the_reason(tmp_path: Path) -> None:
     config = write_program_config(tmp_path, program="python broken.py")
     (tmp_path / "broken.py").write_text("raise SystemExit('there is no agent here')")
     done = finish(config, "rollout.environment_retries=0", "rollout.group_size=2")
@@ -83,7 +83,7 @@ def test_paths_of_programs_are_relative_to_the_configuration(tmp_path: Path) -> 
         load_config(write_program_config(tmp_path), ["eval.samples=5"])
 
 
-def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> None:
+def test_standalone_gateway_writes_a_line_for_each_rollout(tmp_path: Path) -> None:
     write_config(tmp_path)
     command = [sys.executable, "-m", "agentrl_train", "gateway", str(tmp_path / "model"), "--port", "0"]
     command += [
@@ -122,13 +122,13 @@ def test_gateway_by_itself_writes_a_line_for_each_rollout(tmp_path: Path) -> Non
     assert (second["session"], second["reward"]) == ("other", None)
 
 
-def test_what_a_request_asks_cannot_be_ignored(tmp_path: Path) -> None:
+def test_required_parameters_cannot_be_ignored(tmp_path: Path) -> None:
     config = write_program_config(tmp_path)
     with pytest.raises(ConfigError, match="ignore lists 'tools', which defines a request"):
         load_config(config, ["environments.0.program.ignore=['temperature', 'tools']"])
 
 
-def test_gateway_of_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+def test_gateway_of_a_run_without_a_checkpoint_reports_it(tmp_path: Path) -> None:
     (tmp_path / "runs/new/checkpoints").mkdir(parents=True)
     done = CliRunner().invoke(app, ["gateway", str(tmp_path / "runs/new")])
     assert isinstance(done.exception, ConfigError)

@@ -1,4 +1,4 @@
-"""The gateway's API over HTTP, in front of a scripted engine."""
+"""The gateway's API over HTTP, with a scripted engine."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ HI = Message.assistant("hi")
 
 
 class SlowEngine(ScriptedEngine):
-    """Answers once it is told to."""
+    """Answers when released."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(CHAT, script)
@@ -34,7 +34,7 @@ class SlowEngine(ScriptedEngine):
 
 
 class DirectSampler:
-    """Samples with an engine alone."""
+    """Samples directly from an engine."""
 
     def __init__(self, engine: ScriptedEngine, *, max_context: int = 2000) -> None:
         self.sampling = Sampling(max_new_tokens=min(400, max_context - 1), max_context=max_context)
@@ -103,7 +103,7 @@ async def test_calls_are_answered_and_the_conversation_is_one_segment() -> None:
     assert len(segments) == 1
 
 
-async def test_each_choice_is_a_segment_and_the_program_goes_on_from_one_of_them() -> None:
+async def test_each_choice_is_a_segment_and_the_program_continues_from_one_of_them() -> None:
     said = itertools.count()
     engine = ScriptedEngine(CHAT, lambda *_: Message.assistant(f"choice {next(said)}"))
     async with opened(engine) as (client, session, _):
@@ -160,7 +160,7 @@ async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
     ],
 )
-async def test_request_that_cannot_be_honoured_is_refused_with_a_sentence(more: dict, word: str) -> None:
+async def test_unsupported_request_is_rejected_with_a_sentence(more: dict, word: str) -> None:
     async with opened() as (client, session, _):
         answer = await client.post("/chat/completions", json={"model": "m", "messages": [HELLO], **more})
     assert answer.status_code == 400
@@ -203,7 +203,7 @@ async def test_refused_parameters_name_the_setting_that_ignores_them() -> None:
 
 
 @pytest.mark.parametrize("more", [{"model": "\ud83d"}, {"messages": [HELLO | {"name": "\ud83d"}]}])
-async def test_half_of_a_surrogate_pair_reaches_no_answer_and_no_rollout(more: dict) -> None:
+async def test_half_of_a_surrogate_pair_reaches_neither_answer_nor_rollout(more: dict) -> None:
     async with opened() as (client, session, _):
         content = json.dumps({"messages": [HELLO]} | more)
         answer = await client.post("/chat/completions", content=content)
@@ -212,7 +212,7 @@ async def test_half_of_a_surrogate_pair_reaches_no_answer_and_no_rollout(more: d
         answer.text.encode()
 
 
-async def test_numbers_that_json_has_not_are_refused() -> None:
+async def test_non_finite_numbers_are_rejected() -> None:
     async with opened() as (client, *_):
         for number in ("NaN", "-Infinity", "1e999"):
             tool = f'{{"type": "function", "name": "down", "parameters": {{"maximum": {number}}}}}'
@@ -247,14 +247,14 @@ async def test_calls_without_a_session_key_share_one_that_opens_again(
         assert (keyed.status_code, list(gateway.sessions)) == (200, ["one"])
 
 
-async def test_calls_without_a_session_key_are_refused_where_the_run_opens_sessions() -> None:
+async def test_calls_without_a_session_key_are_rejected_if_the_run_opens_sessions() -> None:
     async with opened() as (_, _, gateway), httpx.AsyncClient() as client:
         answer = await client.post(f"{gateway.url}/v1/chat/completions", json={"messages": [HELLO]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
         assert "/s/KEY/v1" in answer.json()["error"]["message"]
 
 
-async def test_errors_of_sessions_are_typed() -> None:
+async def test_errors_of_sessions_have_types() -> None:
     async with opened() as (client, session, gateway):
         body = {"model": "m", "messages": [HELLO]}
         unknown = await client.post(f"{gateway.url}/s/nobody/v1/chat/completions", json=body)
@@ -305,7 +305,7 @@ async def test_bearer_key_selects_the_session_as_the_path_does() -> None:
         assert (await client.get("/models/org/any")).json()["id"] == "org/any"
 
 
-async def test_client_that_hangs_up_and_asks_again_gets_one_turn() -> None:
+async def test_client_that_disconnects_and_retries_gets_one_turn() -> None:
     engine = SlowEngine(always(HI))
     async with opened(engine) as (client, session, _):
         first = asyncio.create_task(client.post("/chat/completions", json={"messages": [HELLO]}))
@@ -321,7 +321,7 @@ async def test_client_that_hangs_up_and_asks_again_gets_one_turn() -> None:
         assert len(engine.calls) == 1
 
 
-async def test_concurrent_calls_of_one_session_are_answered_apart() -> None:
+async def test_concurrent_calls_of_one_session_are_answered_separately() -> None:
     engine = SlowEngine(lambda context, key: Message.assistant(key))
     async with opened(engine) as (client, session, _):
         asking = [asyncio.create_task(chat(client, HELLO)) for _ in range(3)]
@@ -358,8 +358,8 @@ async def test_completion_without_tokens_is_an_error_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize(("limit", "invalid"), [(None, 0), (40, 1)])
-async def test_call_that_the_full_context_cuts_is_not_an_invalid_one(limit: int | None, invalid: int) -> None:
-    """A call that the limit of its request cuts is the policy's."""
+async def test_call_truncated_by_the_full_context_is_not_invalid(limit: int | None, invalid: int) -> None:
+    """A call truncated by its request's own limit counts against the policy."""
     said = Message.assistant(None, ToolCall.of("up" * 40, note="x" * 900))
     engine = ScriptedEngine(CHAT, always(said))
     async with opened(engine, max_context=450) as (client, session, _):
@@ -428,7 +428,7 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         ({"input": "go", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
-async def test_response_that_cannot_be_given_is_refused_with_a_sentence(body: dict, word: str) -> None:
+async def test_unsupported_response_is_rejected_with_a_sentence(body: dict, word: str) -> None:
     async with opened() as (client, session, _):
         answer = await client.post("/responses", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -140,7 +140,7 @@ def test_logprobs_match_full_model(model, temperature):
 
 
 @given(st.lists(st.integers(1, 3 * ROW_TOKENS), min_size=1, max_size=60), st.integers(1, 4))
-def test_each_sequence_is_in_one_row_that_no_two_rows_could_share(lengths, ranks):
+def test_sequences_are_packed_so_that_no_two_rows_could_be_merged(lengths, ranks):
     rows = shared_rows(lengths, ranks=ranks)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     sizes = sorted(sum(lengths[number] for number in row) for row in rows)
@@ -198,7 +198,7 @@ def test_plain_attention_has_the_logprobs_of_the_default():
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn might be installed")
 def test_unavailable_attention_is_rejected():
     with pytest.raises(
         ValueError, match=r"^model.attention = 'flash_attention_2' is not available: .*; set it"
@@ -244,7 +244,7 @@ def test_skipping_zero_advantages_keeps_gradient():
 
 
 def test_observed_tokens_have_no_gradient():
-    """Advantages and log-probabilities of tokens that were not sampled do not affect the update."""
+    """The advantages and log-probabilities of observed tokens do not affect the update."""
     model, sequences = qwen(), made()
     noisy = [
         with_(
@@ -606,7 +606,7 @@ def test_gpu_matches_cpu(model):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flash_attention_gives_same_updates_as_sdpa():
-    pytest.importorskip("flash_attn", reason="needs flash-attn")
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     metrics = []
     for attention in ("sdpa", "flash_attention_2"):
         one = learner(qwen(head_dim=32), attention=attention, device="cuda", precision="bfloat16")
@@ -626,7 +626,7 @@ def test_flash_attention_gives_same_updates_as_sdpa():
         ("avx2", False, "bfloat16", "bfloat16"),
     ],
 )
-def test_large_model_is_computed_in_bfloat16_where_the_processor_is_faster(
+def test_large_model_uses_bfloat16_if_the_processor_is_faster_with_it(
     monkeypatch, capability, large, chosen, expected
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
@@ -645,7 +645,7 @@ def test_bfloat16_gives_nearly_the_log_probabilities_of_float32():
 
 
 class Largest(TorchDispatchMode):
-    """Records the largest tensor that any operation creates, in entries."""
+    """Records the number of entries in the largest tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -660,7 +660,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch):
-    """With the smallest chunks of logits, the tensors of the model body are the largest."""
+    """With the smallest chunks of logits, tensors of the model's body are the largest."""
     vocabulary, sequences = 5000, made(12)
     sampled = int(sum(one.loss_mask.sum() for one in sequences))
     largest = {}

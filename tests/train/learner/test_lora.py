@@ -110,7 +110,7 @@ def test_published_weights_are_merged_under_original_names(make):
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, model, tokenizer) -> tuple[Path, Learner]:
-    """A checkpoint and the learner that wrote it."""
+    """Return a checkpoint and the learner that wrote it."""
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     policy, _ = load_policy(str(tmp_path / "base"))

@@ -1,4 +1,4 @@
-"""Bytes that an update needs, counted on the meta device at the shape of a large model."""
+"""Memory of an update, counted on the meta device for the shape of a large model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from agentrl_train.learner.lora import add_adapters, is_adapter
 GIB = 2**30
 SMALL_GPU = 24 * GIB
 CONTEXT = 1 * GIB
-"""What CUDA itself takes of a GPU."""
+"""GPU memory that CUDA itself uses."""
 LOGITS = 2**26
-"""Entries of a chunk of logits, the default of ``Learner``."""
+"""Entries in a chunk of logits, the default of ``Learner``."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations create, until they are freed; weights do not count."""
+    """Counts the bytes of live tensors created by operations. Weights do not count."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_adapters_of_seven_billion_parameters_fit_a_gpu_of_24_gib() -> None:
             meta = torch.nn.Parameter(value.to("meta"))
             setattr(model.get_submodule(owner), leaf, meta)
     activations = activation_bytes(model, rows=2, length=2048)
-    logits = 5 * 4 * LOGITS  # float32: logits and their gradient, and up to three more on a GPU
+    logits = 5 * 4 * LOGITS  # float32: logits and their gradient, and up to three more copies on a GPU
     assert activations > 0.5 * GIB
     assert state + activations + logits + CONTEXT < SMALL_GPU
 

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens, and their gradients."""
+"""Log-probabilities and entropies of tokens, and their gradients."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ for _ in range(6):
     torch.ones(2**26, dtype=torch.uint8)
     print(faults() - before)
 """
-"""Prints the page faults of tensors, each of which is freed before the next."""
+"""A script that prints the page faults of tensors, each freed before the next."""
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the definition of both, by PyTorch's own operations."""
+    """Return both by definition, with PyTorch's own operations."""
     logprobs = (logits.double() / TEMPERATURE).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("cached", [1, 3 * 50, 2**19])
-def test_scores_and_gradients_are_those_of_a_softmax(monkeypatch, dtype, tolerance, cached):
+def test_scores_and_gradients_match_a_softmax(monkeypatch, dtype, tolerance, cached):
     monkeypatch.setattr(logprobs, "CACHED_LOGITS", cached)
     torch.manual_seed(0)
     logits = (3 * torch.randn(8, 50)).to(dtype).requires_grad_()
@@ -55,7 +55,7 @@ def both(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
     return score_tokens(logits, targets, temperature=TEMPERATURE, entropy_gradient=True)
 
 
-def test_entropy_without_gradient_leaves_that_of_the_log_probability():
+def test_entropy_without_gradient_keeps_the_gradient_of_the_log_probability():
     logits = torch.randn(4, 9, requires_grad=True)
     targets = torch.arange(4)
     logprobs, entropy = score_tokens(logits, targets, temperature=1.0, entropy_gradient=False)
@@ -65,7 +65,7 @@ def test_entropy_without_gradient_leaves_that_of_the_log_probability():
     assert torch.allclose(logits.grad, expected, atol=1e-6)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the allocator is that of glibc")
-def test_memory_of_freed_tensors_is_used_again():
+@pytest.mark.skipif(sys.platform != "linux", reason="requires the allocator of glibc")
+def test_memory_of_freed_tensors_is_reused():
     faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", FAULTS]).split()]
-    assert min(faults[1:]) < faults[0] // 4  # a kernel may take pages from a process that waits
+    assert min(faults[1:]) < faults[0] // 4  # the kernel can take pages from a waiting process

@@ -1,4 +1,6 @@
-"""Every architecture, tiny: engine and learner agree, packing changes nothing, checkpoints are complete."""
+"""Tiny models of every architecture: engine and learner agree, packing changes nothing, and checkpoints are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from tests.tiny_models import learner_arguments
 IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
 MASKED = [name for name in ALL if name not in HYBRID]
 UNHURRIED = {"Granite-4", "Qwen3-Next", "Qwen3.5"}
-"""Their layers without attention run in plain PyTorch here."""
+"""Architectures whose layers without attention run in plain PyTorch here."""
 
 
 def each(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -54,7 +56,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def made(lengths: tuple[int, ...] = (3 * WINDOW, 5, 2 * WINDOW, 9), seed: int = 0) -> list[TokenSequence]:
-    """Return sequences, some longer than the window, sampled from the second token on."""
+    """Return sequences, some longer than the window, with all tokens but the first sampled."""
     rng = np.random.default_rng(seed)
     found = []
     for group_id, length in enumerate(lengths):
@@ -85,12 +87,12 @@ def trained(model: PreTrainedModel, **options: object) -> Learner:
 
 
 def agree(learner: Learner, sequences: list[TokenSequence]) -> None:
-    """Compare as a run does before each update."""
+    """Compare engine and learner as a run does before each update."""
     require_agreement(drift(learner.logprobs(sequences), sequences, version=0), tolerance=FLOAT32, version=0)
 
 
 async def played(engine: TorchEngine, *, version: int) -> list[TokenSequence]:
-    """Return sequences of two turns, beyond the window, sampled side by side."""
+    """Return concurrently sampled sequences of two turns that exceed the window."""
     rng = np.random.default_rng(version)
     contexts = [rng.integers(1, VOCABULARY, size=size).tolist() for size in (2 * WINDOW, 3 * WINDOW, 5)]
 
@@ -138,7 +140,7 @@ def test_packed_rows_have_logprobs_of_single_sequences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_gradient_of_packed_rows_is_that_of_single_sequences(name: str) -> None:
+def test_gradient_of_packed_rows_equals_that_of_single_sequences(name: str) -> None:
     model, sequences = tiny(name), made()
     set_attention(model)
     gradients = []
@@ -151,7 +153,7 @@ def test_gradient_of_packed_rows_is_that_of_single_sequences(name: str) -> None:
 
 
 def alike(seed: int = 0) -> list[TokenSequence]:
-    """Return sequences that begin alike, within and beyond the window; two of them are equal."""
+    """Return sequences with common prefixes, within and beyond the window. Two of them are equal."""
     rng = np.random.default_rng(seed)
     opening = rng.integers(1, VOCABULARY, 2 * WINDOW + 3)
     turn = np.concatenate([opening, rng.integers(1, VOCABULARY, 2 * WINDOW)])
@@ -162,7 +164,7 @@ def alike(seed: int = 0) -> list[TokenSequence]:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_common_beginnings_computed_once_change_neither_logprobs_nor_gradient(name: str) -> None:
+def test_shared_prefixes_change_neither_logprobs_nor_gradient(name: str) -> None:
     model, sequences, weights = tiny(name), alike(), torch.rand(1000)
     set_attention(model)
     assert shares_prefixes(model) == (name not in {"StableLM"})
@@ -178,10 +180,10 @@ def test_common_beginnings_computed_once_change_neither_logprobs_nor_gradient(na
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_attention_of_a_packed_row_costs_that_of_its_sequences(
+def test_attention_of_a_packed_row_costs_as_much_as_its_sequences(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores are computed within sequences, and in layers with windows for about two windows of keys."""
+    """Scores are computed within sequences, and for about two windows of keys in layers with windows."""
     computed: list[int] = []
 
     def attend(query: torch.Tensor, key: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
@@ -207,7 +209,7 @@ def test_layers_without_attention_are_trained_one_sequence_per_row(name: str) ->
     assert learner.step(pack(made(), packed=False))["grad_norm"] > 0
 
 
-def test_model_with_an_attention_of_its_own_is_trained_one_sequence_per_row() -> None:
+def test_model_with_custom_attention_is_trained_one_sequence_per_row() -> None:
     config = AutoConfig.for_model("gptj", vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
     learner = Learner(auto_class(config).from_config(config), TrainSection(learning_rate=1e-2))
     together = learner.logprobs(made())
@@ -232,9 +234,7 @@ def test_checkpoint_is_complete(name: str, tmp_path: Path, tokenizer: PreTrained
 @pytest.mark.parametrize(
     ("name", "dtype"), [("Qwen3", torch.float32), *((name, torch.bfloat16) for name in ALL)]
 )
-def test_model_read_layer_by_layer_is_that_of_a_plain_load(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_model_read_layer_by_layer_equals_a_plain_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path, max_shard_size="20KB")
     config = AutoConfig.from_pretrained(tmp_path)
     plain = auto_class(config).from_pretrained(tmp_path, dtype=dtype)
@@ -268,7 +268,7 @@ def test_model_read_layer_by_layer_is_that_of_a_plain_load(
     ],
     ids=["missing", "misshapen", "untied"],
 )
-def test_incomplete_files_are_refused(
+def test_incomplete_files_are_rejected(
     change: Callable[[dict[str, torch.Tensor]], object], reason: str, tmp_path: Path
 ) -> None:
     tiny("Qwen3").save_pretrained(tmp_path)
@@ -280,7 +280,7 @@ def test_incomplete_files_are_refused(
 
 
 @every
-def test_pushed_tensors_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_pushed_tensors_equal_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     pushed = CheckpointNames(model)(dict(model.named_parameters()))
     model.save_pretrained(tmp_path)
@@ -320,7 +320,7 @@ def test_logits_are_scaled_and_capped_as_by_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_architecture_is_refused(
+def test_unsupported_architecture_is_rejected(
     name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     tiny(name).save_pretrained(tmp_path)
@@ -330,7 +330,7 @@ def test_unsupported_architecture_is_refused(
         Learner(model, TrainSection(learning_rate=1e-2))
 
 
-def test_capped_logits_are_noticed_while_they_are_small() -> None:
+def test_missing_logit_cap_is_detected_even_with_small_logits() -> None:
     model = tiny("Qwen3")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e-3)
@@ -348,7 +348,7 @@ def test_capped_logits_are_noticed_while_they_are_small() -> None:
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_drift_check_covers_packed_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learner that ignores windows in packed rows differs from the engine in the drift check."""
+    """The drift check detects a learner that ignores windows in packed rows."""
     learner, sequences = Learner(tiny(name), TrainSection(learning_rate=1e-2)), made()
     alone = [learner.logprobs([one])[0] for one in sequences]
     for one, row in zip(sequences, alone, strict=True):

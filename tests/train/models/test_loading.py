@@ -43,7 +43,7 @@ def test_bfloat16_copy_keeps_rotary_frequencies_and_tied_weights() -> None:
     assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
 
 
-def test_run_folder_in_place_of_a_model_is_reported_with_its_model(tmp_path: Path) -> None:
+def test_run_folder_instead_of_a_model_is_reported_with_its_model(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"it has no config\.json; '.*/model' is one"):
         load_policy(str(tmp_path))
@@ -56,7 +56,7 @@ def test_missing_model_folder_is_reported(path: str) -> None:
 
 
 @pytest.mark.parametrize("load", [load_policy, open_policy])
-def test_file_that_is_cut_off_is_reported(load: Callable[..., object], tmp_path: Path) -> None:
+def test_truncated_file_is_reported(load: Callable[..., object], tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 5000)
@@ -163,7 +163,7 @@ def test_tokenizer_with_tokens_beyond_the_embeddings_is_refused() -> None:
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", [2, -1], {"a": 1}, True])
-def test_stop_tokens_that_are_no_ids_are_refused(eos: Any) -> None:
+def test_stop_tokens_that_are_not_ids_are_rejected(eos: Any) -> None:
     model = make_model()
     model.generation_config.eos_token_id = eos
     with pytest.raises(ConfigError, match=r"eos_token_id in generation_config\.json is .*: set it to ids"):
@@ -171,7 +171,7 @@ def test_stop_tokens_that_are_no_ids_are_refused(eos: Any) -> None:
 
 
 @pytest.mark.parametrize("needs_a_plan", [False, True])
-def test_weights_are_read_whether_or_not_transformers_needs_a_plan_of_tensor_parallelism(
+def test_weights_are_read_with_and_without_a_tensor_parallel_plan(
     needs_a_plan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert = stored.convert_and_load_state_dict_in_model
@@ -197,7 +197,7 @@ def test_missing_device_is_reported(tmp_path: Path) -> None:
 
 
 def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
-    """Two revisions in a cache folder, as the hub's library lays it out."""
+    """The cache folder has two revisions in the layout of the hub's library."""
     repository = tmp_path / "hub" / "models--org--name"
     for revision, seed in (("main", 0), ("older", 1)):
         snapshot = repository / "snapshots" / f"{seed:040x}"

@@ -1,4 +1,4 @@
-"""Merging models: the rules by their laws and published values, and files by what transformers reads."""
+"""Merging models: the rules by invariants and published values, and files as loaded by transformers."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_rules_give_the_published_values(rule, expected):
     assert RULES[rule](differences(ONE, TWO)).tolist() == pytest.approx(expected)
 
 
-def test_counts_are_of_weights_changed_together_and_alone():
+def test_weights_changed_together_and_alone_are_counted():
     shared, unique = changed_counts(differences(ONE, TWO, torch.tensor([0.0, 0.0, 5.0, 1e-6])))
     assert (shared.tolist(), unique.tolist()) == ([2, 2, 1], [1, 1, 0])
 
@@ -82,7 +82,7 @@ def test_ties_trims_elects_and_averages_those_that_agree():
     one = torch.tensor([4.0, -2.0, 0.1, 1.0])
     two = torch.tensor([2.0, 5.0, 0.2, -0.1])
     three = torch.tensor([-1.0, 4.0, 0.3, -3.0])
-    # The three largest of each are kept; signs by total: + + +(0.2) -
+    # The three largest of each are kept. The signs of the totals are + + +(0.2) -.
     merged = ties(differences(one, two, three), density=0.75)
     assert merged.tolist() == pytest.approx([3.0, 4.5, 0.2, -3.0])
 
@@ -123,14 +123,14 @@ def test_disjoint_differences_are_all_kept(one, two, seed, rule):
 def test_order_of_the_experts_does_not_matter(given_tensors, random, rule):
     shuffled = random.sample(given_tensors, len(given_tensors))
     merged = [RULES[rule](differences(*order)) for order in (given_tensors, shuffled)]
-    if rule == "ties":  # totals that rounding moves across zero have another sign
+    if rule == "ties":  # rounding can change the sign of totals near zero
         total = sum(given_tensors)
         merged = [torch.where(total.abs() > 1e-5, one, 0.0) for one in merged]
     assert torch.allclose(*merged, atol=1e-5)
 
 
 @given(tensors, tensors, st.floats(0.1, 3.0))
-def test_ram_keeps_more_than_the_average_where_one_expert_changed(one, two, scale):
+def test_ram_keeps_more_than_the_average_if_one_expert_changed(one, two, scale):
     given_ = differences(one, scale * two)
     alone = ((one.abs() > 1e-5) ^ ((scale * two).abs() > 1e-5)) & ((one + scale * two).abs() > 1e-4)
     assert (ram(given_, [1.0, 1.0]).abs() > average(given_).abs())[alone].all()
@@ -143,7 +143,11 @@ def test_dare_repeats_with_its_seed_and_keeps_the_mean():
     assert not torch.equal(first, dare(differences(ones, ones), drop=0.9, seed=2, name="a"))
     assert not torch.equal(first, dare(differences(ones, ones), drop=0.9, seed=1, name="b"))
     assert first.mean().item() == pytest.approx(1.0, abs=0.05)
-    assert {round(value, 4) for value in first.unique().tolist()} == {0.0, 5.0, 10.0}  # experts drop apart
+    assert {round(value, 4) for value in first.unique().tolist()} == {
+        0.0,
+        5.0,
+        10.0,
+    }  # experts drop independently
 
 
 # --- files ---
@@ -151,7 +155,7 @@ def test_dare_repeats_with_its_seed_and_keeps_the_mean():
 
 @pytest.fixture
 def models(tmp_path):
-    """A base and two experts in folders of several files, each expert changed in tensors of its own."""
+    """A base and two experts in folders of several files. Each expert changes different tensors."""
     base, tokenizer = make_model(), make_tokenizer()
     folders = {}
     for name, part in (("base", None), ("one", "q_proj"), ("two", "down_proj")):
@@ -262,7 +266,7 @@ def refused(*arguments):
     return str(done.exception)
 
 
-def test_models_that_do_not_fit_are_explained(tmp_path, models):
+def test_incompatible_models_are_explained(tmp_path, models):
     one, two, output = models["one"], models["two"], tmp_path / "merged"
     base = ["--base", models["base"], "-o", output]
     assert "the method ram-plus needs --base" in refused(one, two, "-o", output)
@@ -311,7 +315,7 @@ print(max(seen) - seen[0], len(seen))
 
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires /proc")
 def test_memory_is_bounded_by_one_tensor(tmp_path):
     generator = torch.Generator().manual_seed(0)
     for name in ("base", "one", "two"):

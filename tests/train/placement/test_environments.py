@@ -1,4 +1,4 @@
-"""Environment servers of a run, reached by URL."""
+"""Environment servers of a run that are given by URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def server() -> AsyncIterator[EnvServer]:
     await server.stop()
 
 
-async def test_token_is_sent_to_a_server_whose_section_names_its_variable(
+async def test_token_is_sent_to_a_server_if_its_section_names_the_variable(
     server: EnvServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEET_TOKEN", TOKEN)
@@ -32,7 +32,7 @@ async def test_token_is_sent_to_a_server_whose_section_names_its_variable(
         assert list(served.clients) == ["countdown"]
 
 
-async def test_token_of_the_environment_is_not_sent_to_a_server_whose_section_names_none(
+async def test_token_of_the_environment_is_not_sent_to_a_server_without_a_named_variable(
     server: EnvServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTRL_TOKEN", TOKEN)

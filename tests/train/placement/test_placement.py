@@ -1,4 +1,4 @@
-"""Placement: GPUs by configuration, colocated layout, and ranks of torchrun."""
+"""Placement: GPUs by configuration, the colocated layout, and ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_node_without_engine_uses_all_gpus_for_ranks(config_file: Path) -> None:
         ),
     ],
 )
-def test_placement_that_does_not_fit_is_rejected(
+def test_placement_that_exceeds_the_gpus_is_rejected(
     config_file: Path, overrides: list[str], gpus: int, ranks: int, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason.replace("[", r"\[")) as refused:
@@ -168,7 +168,7 @@ def test_memory_of_a_shared_gpu_is_split(config_file: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_learner_stays_within_its_share_of_a_gpu(config_file: Path) -> None:
     limit_memory(load_config(config_file, [CUDA, VLLM, SHARED, HALF]).learner_memory_fraction)
     whole = torch.cuda.get_device_properties(0).total_memory
@@ -188,7 +188,7 @@ def trained(folder: Path, *overrides: str) -> Path:
 
 
 def spans(run: Path) -> list[str]:
-    """Return the trace events of the trainer in each step, in order."""
+    """Return the trainer's trace events in each step, in order."""
     events = json.loads((run / "trace.json").read_text())
     events = events if isinstance(events, list) else events["traceEvents"]
     shown = {"sleep", "check", "learn", "wake", "publish"}
@@ -226,8 +226,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 MADE_FIRST = ("boxes", "users")
-"""Examples that start from a model that a command makes first."""
-# test_starter_examples.py loads those of AgentBench.
+"""Examples that start from a model created by another command."""
+# test_starter_examples.py loads the examples of AgentBench.
 READY = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name != "agentbench")
 
 

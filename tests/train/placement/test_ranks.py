@@ -1,4 +1,4 @@
-"""Two learner processes match a single one (gloo, FSDP2, Ulysses)."""
+"""Two learner processes match a single process (gloo, FSDP2, Ulysses)."""
 
 import os
 import pickle
@@ -26,7 +26,7 @@ from tests.train.placement.ranked import CASES, Case, Facts, batches, learner_of
 
 ROOT = Path(__file__).parents[3]
 ranks = pytest.mark.slow
-"""Marks tests that start processes, each of which imports PyTorch."""
+"""Marks tests that start processes, because each process imports PyTorch."""
 
 
 def run_ranks(count: int, *arguments: str, **more: str) -> list[subprocess.CompletedProcess[str]]:
@@ -68,14 +68,14 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def alone(name: str) -> Facts:
-    """Results of a case in one process."""
+    """Return the results of a case in one process."""
     case = CASES[name]
     return train(learner_of(case), case, Path())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of checkpoints, with one written by a single process after ten steps."""
+    """Return a folder of checkpoints, including one written by a single process after ten steps."""
     folder = tmp_path_factory.mktemp("ranks")
     learner = learner_of(Case())
     train(learner, Case(steps=10), folder)
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranked(folder: Path) -> Mapping[str, Facts]:
-    """Results of every case on two ranks."""
+    """Return the results of every case on two ranks."""
     for ended in run_ranks(2, "tests.train.placement.ranked", str(folder)):
         assert ended.returncode == 0, ended.stderr
     return pickle.loads((folder / "facts.pickle").read_bytes())
@@ -142,7 +142,7 @@ def test_one_rank_resumes_from_two(name: str, ranked: Mapping[str, Facts], folde
 
 
 @ranks
-def test_state_is_sharded_over_ranks_and_parameters_written_once(
+def test_state_is_sharded_over_ranks_and_parameters_are_written_once(
     ranked: Mapping[str, Facts], folder: Path
 ) -> None:
     written = folder / "twenty steps"
@@ -293,6 +293,6 @@ def test_weights_are_gathered_per_bucket() -> None:
 
 
 def test_generated_sequences_fill_several_micro_batches() -> None:
-    """The cases above depend on this."""
+    """The cases above rely on this."""
     assert len(batches(CASES["twenty steps"], 0)[0].micro_batches) > 2
     assert len(made(5, seed=99)) == 5

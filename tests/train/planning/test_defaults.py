@@ -1,11 +1,11 @@
-"""Settings that suit a model by its size."""
+"""Default settings by the size of a model."""
 
 from itertools import pairwise
 
 from agentrl_train.planning.defaults import BY_SIZE, LORA_FACTOR, defaults_of, limits_of
 
 
-def test_larger_models_learn_at_lower_rates() -> None:
+def test_larger_models_have_lower_learning_rates() -> None:
     assert BY_SIZE[-1].parameters == float("inf")
     for small, large in pairwise(BY_SIZE):
         assert small.parameters < large.parameters
@@ -13,7 +13,7 @@ def test_larger_models_learn_at_lower_rates() -> None:
         assert small.imitation_rate > large.imitation_rate
 
 
-def test_adapters_learn_at_ten_times_the_rate() -> None:
+def test_adapters_have_ten_times_the_learning_rate() -> None:
     full, lora = (defaults_of(500_000_000, lora=lora) for lora in (False, True))
     assert lora.learning_rate == LORA_FACTOR * full.learning_rate
     assert 2e-4 >= lora.imitation_rate > full.imitation_rate
@@ -33,6 +33,6 @@ def test_limits_stay_within_the_context_of_the_model() -> None:
     assert limits_of([30], [5000], max_context=2048).max_context == 2048
 
 
-def test_limits_without_an_expert_are_those_of_a_plain_configuration() -> None:
+def test_limits_without_an_expert_are_the_configuration_defaults() -> None:
     limits = limits_of([], [], max_context=8192, opening=100)
     assert (limits.max_new_tokens, limits.max_context) == (256, 2048)

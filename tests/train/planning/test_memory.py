@@ -1,4 +1,4 @@
-"""Memory of engine and learner."""
+"""Memory estimates for engine and learner."""
 
 import pytest
 import torch
@@ -121,5 +121,5 @@ def test_remedies_never_split_an_episode_and_never_cost_more_memory() -> None:
     assert needed == sorted(needed, reverse=True)
 
 
-def test_this_machine_has_memory() -> None:
+def test_memory_of_this_machine_is_positive() -> None:
     assert 1e8 < available_memory("cpu") < 1e15

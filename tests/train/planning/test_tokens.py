@@ -1,4 +1,4 @@
-"""Tokens of a step, from experts and from limits."""
+"""Estimates of the tokens per step, from experts and from limits."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Recorded episodes as trajectories of Harbor's format."""
+"""Recorded episodes as trajectories in Harbor's format."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def turn(number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Write a run of two episodes. One has tokens, calls and an image; the other failed at once."""
+    """Write a run with two episodes. One has tokens, calls and an image, and the other failed immediately."""
     picture = [{"type": "text", "text": "Here."}, {"type": "image_url", "image_url": {"url": IMAGE}}]
     played = {
         "task": "shop",
@@ -98,13 +98,13 @@ def test_episode_keeps_messages_calls_results_and_sampled_tokens(run: Path) -> N
     assert first["metrics"]["extra"]["versions"] == [3, 4]
     assert first["metrics"]["extra"]["advantages"] == [1.5, 1.5]
     assert "advantages" not in second["metrics"]["extra"]
-    assert second["observation"]["results"] == [{"content": "late"}]  # of a call that it did not make
+    assert second["observation"]["results"] == [{"content": "late"}]  # the id of an unknown call
     assert found["final_metrics"] == {"total_completion_tokens": 4, "total_steps": 4}
     assert found["extra"]["reward"] == 1.0
     assert found["session_id"] == "one_step_000001_000000"
 
 
-def test_episode_that_failed_at_once_has_its_error_and_no_reward(run: Path) -> None:
+def test_immediately_failed_episode_has_its_error_and_no_reward(run: Path) -> None:
     found = atif(last_episodes(run, last=1)[0], model="one")
     assert [step["message"] for step in found["steps"]] == ["no room"]
     assert "reward" not in found["extra"]
@@ -118,7 +118,7 @@ def test_folder_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> No
 
 def test_harbor_reads_the_files(run: Path, tmp_path: Path) -> None:
     if not HARBOR.exists():
-        pytest.skip("Harbor needs Python 3.12")
+        pytest.skip("Harbor is not installed (it needs Python 3.12)")
     write_atif(last_episodes(run, last=2), tmp_path / "atif", model="one")
     files = sorted((tmp_path / "atif").glob("*.json"))
     done = subprocess.run([HARBOR, "-c", VALIDATE, *files], capture_output=True, text=True, timeout=120)

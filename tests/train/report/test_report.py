@@ -115,7 +115,7 @@ def evaluation(
 
 
 def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
-    """Write a run folder as a run would, with made-up numbers."""
+    """Write a run folder with made-up numbers."""
     chance = random.Random(7)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(
@@ -192,7 +192,7 @@ def make_run(folder: Path, *, steps: int = 60, finished: bool = True) -> Path:
 
 
 class Checker(HTMLParser):
-    """Collects everything a browser would fetch or run, and checks that every tag is closed."""
+    """Collects everything that a browser would fetch or run, and checks that every tag is closed."""
 
     VOID = ("meta", "line", "circle", "polyline", "br")
 
@@ -237,7 +237,7 @@ def test_page_is_self_contained(tmp_path: Path):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_finished_run_shows_results_curves_and_examples(tmp_path: Path):
+def test_report_of_a_finished_run_shows_results_curves_and_examples(tmp_path: Path):
     page, checker = read_page(make_run(tmp_path / "quickstart", steps=12))
     text = " ".join(checker.text)
     for words in (
@@ -298,7 +298,7 @@ def test_crashed_run_has_report(tmp_path: Path):
 @pytest.mark.parametrize(
     "missing", ["metrics.jsonl", "evaluations.jsonl", "trajectories", "config.toml", "summary.json"]
 )
-def test_any_part_may_be_missing(tmp_path: Path, missing: str):
+def test_any_part_can_be_missing(tmp_path: Path, missing: str):
     folder = make_run(tmp_path / "run", steps=3)
     path = folder / missing
     for file in [*path.glob("*")] if path.is_dir() else [path]:
@@ -417,12 +417,12 @@ def test_chart_stays_inside_frame():
     assert all(0 <= x <= 460 and 0 <= y <= 210 for x, y in places)
 
 
-def test_chart_of_one_or_no_point():
+def test_chart_can_have_one_or_no_point():
     assert line_chart([], label=number_label) == ""
     assert "circle" in line_chart([Series(name="s", points=[(1, 1)], colour=0)], label=number_label)
 
 
-def test_scores_of_own_rewards_have_curves_and_are_shown_with_episodes(tmp_path: Path):
+def test_scores_of_custom_rewards_have_curves_and_are_shown_with_episodes(tmp_path: Path):
     log = MetricsLog(tmp_path)
     for step in (1, 2, 3):
         one = make_trajectory("shop", step, version=0, success=True)
@@ -458,7 +458,7 @@ def test_metrics_of_tasks_have_curves_and_are_compared(tmp_path: Path):
 
 
 def report_of(folder: Path, *, before: int, after: int, trained: float) -> str:
-    """Return the report of a run with so many successes in 50 held-out episodes."""
+    """Return the report of a run with these numbers of successes in 50 held-out episodes."""
     log = MetricsLog(folder)
     for name, wins in (("before", before), ("after", after)):
         played = [make_trajectory("shop", i, version=0, success=i < wins) for i in range(50)]
@@ -472,7 +472,7 @@ def report_of(folder: Path, *, before: int, after: int, trained: float) -> str:
 @pytest.mark.parametrize(
     ("before", "after", "kind"), [(10, 15, "dim"), (10, 40, "up"), (40, 10, "down"), (15, 10, "dim")]
 )
-def test_change_has_an_interval_and_is_grey_if_that_includes_zero(
+def test_change_has_an_interval_and_is_grey_if_it_includes_zero(
     tmp_path: Path, before: int, after: int, kind: str
 ):
     page = report_of(tmp_path, before=before, after=after, trained=0.5)

@@ -1,4 +1,4 @@
-"""Recorded episodes as spans, read with OpenTelemetry's own Protobuf messages."""
+"""Recorded episodes as spans, parsed with OpenTelemetry's Protobuf messages."""
 
 import base64
 import json
@@ -49,7 +49,7 @@ def attributes(span: Span) -> dict[str, Any]:
 
 
 def parsed(line: str) -> ExportTraceServiceRequest:
-    """Return a line as a message. Protobuf's JSON has bytes in base64, and OTLP's has ids in hexadecimal."""
+    """Parse a line as a message. Protobuf's JSON has bytes in base64, but OTLP's has ids in hexadecimal."""
     request = json.loads(line)
     for span in request["resourceSpans"][0]["scopeSpans"][0]["spans"]:
         for name in ("traceId", "spanId", "parentSpanId"):
@@ -76,7 +76,7 @@ def named(spans: Sequence[Span], prefix: str) -> list[Span]:
 
 
 def assert_nested(spans: Sequence[Span]) -> None:
-    """Check that spans are one tree, and each is within its parent's time."""
+    """Check that the spans form a tree and each lies within its parent's time."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans)
     assert len({span.trace_id for span in spans}) == 1
@@ -105,7 +105,7 @@ async def client() -> Any:
 
 @pytest.fixture
 async def engine(tmp_path: Path, client: EnvClient) -> ScriptedEngine:
-    """Play a group of one episode of three turns into the run folder; return its engine."""
+    """Play a group of one three-turn episode into the run folder. Return its engine."""
     engine = ScriptedEngine(CHAT, always(DOWN), version=7)
     group, _ = await make_actor(engine, client).group(EPISODE, size=1, group_id=4, admitted_version=6)
     write(tmp_path, group)
@@ -292,7 +292,7 @@ async def test_records_without_times_share_the_time_of_the_episode(
 
 @contextmanager
 def collector(status: int = 200) -> Iterator[tuple[str, list[tuple[str, str | None, bytes]]]]:
-    """Serve a collector; yield its address, and the path, the key and the body of each request."""
+    """Serve a collector. Yield its address, and the path, key and body of each request."""
     received: list[tuple[str, str | None, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -331,7 +331,7 @@ async def test_collector_receives_the_spans_of_the_file(
     assert spans_of(ExportTraceServiceRequest.FromString(body)) == spans
 
 
-async def test_collector_that_refuses_is_an_error(engine: ScriptedEngine, tmp_path: Path) -> None:
+async def test_rejection_by_the_collector_is_an_error(engine: ScriptedEngine, tmp_path: Path) -> None:
     with collector(401) as (address, _), pytest.raises(ConfigError, match="did not accept the spans"):
         export_spans(last_episodes(tmp_path, last=9), address, run="mine")
 
@@ -357,7 +357,7 @@ def test_command_writes_the_spans_of_a_run(tmp_path: Path, monkeypatch: pytest.M
         assert spans[0].end_time_unix_nano > spans[0].start_time_unix_nano
 
 
-def test_command_without_the_extra_says_how_to_install_it(
+def test_command_without_the_extra_explains_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trajectories").mkdir()

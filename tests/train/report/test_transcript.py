@@ -1,4 +1,4 @@
-"""Episodes of a run as text."""
+"""Transcripts of a run's episodes as text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server of the chat completions protocol."""
+"""A judge behind a real HTTP server for chat completions."""
 
 import asyncio
 import threading
@@ -63,7 +63,7 @@ def test_last_score_of_the_answer_is_scaled_to_its_range() -> None:
         ("Score (0-10): good", 10.0, None),
     ],
 )
-def test_score_is_read_as_it_is_written(text: str, high: float, score: float | None) -> None:
+def test_score_is_parsed_in_its_written_form(text: str, high: float, score: float | None) -> None:
     found = Judge("http://x", "m", prompt=PROMPT, high=high)._score(text)
     assert found == (None if score is None else pytest.approx(score))
 
@@ -71,12 +71,12 @@ def test_score_is_read_as_it_is_written(text: str, high: float, score: float | N
 @pytest.mark.parametrize(
     ("pattern", "score"), [(r"\[\[(.*?)\]\]", 0.5), (r"(\d+)/(\d+)", None), (r"\d+/\d+", 0.5)]
 )
-def test_group_of_an_own_pattern_is_the_score(pattern: str, score: float | None) -> None:
+def test_group_of_a_custom_pattern_is_the_score(pattern: str, score: float | None) -> None:
     found = Judge("http://x", "m", prompt=PROMPT, pattern=pattern)._score("I think [[1/2]]")
     assert found == (1.0 if score is None else score)
 
 
-def test_share_of_a_range_that_does_not_start_at_zero_is_no_score() -> None:
+def test_fraction_of_a_range_that_does_not_start_at_zero_is_not_a_score() -> None:
     judge = Judge("http://x", "m", prompt=PROMPT, low=1.0, high=5.0)
     assert (judge._score("Score: 4/5"), judge._score("Score: 1/2")) == (0.75, None)
 
@@ -87,7 +87,7 @@ def refusing_temperature(body):
     return completion(text="Score: 5")
 
 
-def test_model_that_refuses_the_default_temperature_is_asked_without_one() -> None:
+def test_request_is_repeated_without_a_temperature_if_the_model_rejects_it() -> None:
     with ChatServer(refusing_temperature) as server:
         assert score_of(server, "a") == [0.5]
         assert ["temperature" in body for body in server.requests] == [True, False]
@@ -108,7 +108,7 @@ def test_model_that_refuses_the_default_temperature_is_asked_without_one() -> No
         ("{ {number:.1f}", "{ 2.0"),
     ],
 )
-def test_braces_that_are_no_field_stay_in_the_prompt(prompt: str, text: str) -> None:
+def test_other_braces_stay_in_the_prompt(prompt: str, text: str) -> None:
     assert filled(prompt, {"text": "hi {x}", "number": 2}) == text
 
 
@@ -120,7 +120,7 @@ def test_braces_that_are_no_field_stay_in_the_prompt(prompt: str, text: str) -> 
         ("{text:.1f}", "cannot format {text:.1f}"),
     ],
 )
-def test_field_that_cannot_be_filled_is_an_error_with_a_sentence(prompt: str, reason: str) -> None:
+def test_missing_field_is_an_error_with_a_sentence(prompt: str, reason: str) -> None:
     with pytest.raises(RewardUnavailable, match=reason):
         filled(prompt, {"text": "hello"})
 
@@ -144,14 +144,14 @@ def test_equal_requests_are_answered_once_and_from_disk_afterwards(tmp_path: Pat
         assert len(server.requests) == 4, "another request is another content"
 
 
-def test_busy_endpoint_is_asked_again() -> None:
+def test_request_to_a_busy_endpoint_is_retried() -> None:
     answers = iter([(429, {"retry-after": "0"}), (503, {}), completion(text="Score: 10")])
     with ChatServer(lambda body: next(answers)) as server:
         assert score_of(server, "x") == [1.0]
         assert len(server.requests) == 3
 
 
-def test_answer_without_a_score_is_asked_for_again_and_then_missing(tmp_path: Path) -> None:
+def test_request_is_repeated_after_an_answer_without_a_score_and_then_fails(tmp_path: Path) -> None:
     answers = iter(["no idea", "Score: 99", "Score: 5"])
     with ChatServer(lambda body: completion(text=next(answers, "Good."))) as server:
         assert score_of(server, "x", cache=tmp_path) == [0.5]
@@ -189,7 +189,7 @@ def test_requests_at_a_time_are_limited() -> None:
     assert most == 2
 
 
-async def test_endpoint_that_refuses_fails_the_episode() -> None:
+async def test_rejection_by_the_endpoint_fails_the_episode() -> None:
     with ChatServer(lambda body: (401, {"text": "wrong key"})) as server:
         judge = Judge(server.url, "judge", prompt=PROMPT, high=10.0)
         made = Rewards(

@@ -1,4 +1,4 @@
-"""Pieces of rewards and their combination: published values, and laws."""
+"""Pieces of rewards and their combination: published values and invariants."""
 
 import math
 from dataclasses import replace
@@ -197,7 +197,7 @@ def test_void_and_repetitive_episodes_are_recognized() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
-def test_repetition_lies_below_1_and_is_0_exactly_where_nothing_repeats(units: list[int], size: int) -> None:
+def test_repetition_is_below_1_and_is_0_only_without_repetition(units: list[int], size: int) -> None:
     found = repetition(units, size)
     assert 0.0 <= found < 1.0
     assert (found == 0.0) == (most_repeated(units, size) <= 1)
@@ -214,7 +214,7 @@ def test_weighted_lowest_and_highest_combine_by_weight() -> None:
     assert highest(given_scores, weights).tolist() == [1.5, 1.5]
 
 
-def test_standardized_scores_count_by_their_weights_alone() -> None:
+def test_standardized_scores_count_only_by_their_weights() -> None:
     found = standardized(scores(a=[1.0, 0.0], b=[0.0, 1000.0], c=[5.0, 5.0]), {"b": 2.0})
     assert found.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
@@ -225,7 +225,7 @@ def test_adaptive_combination_has_the_published_values() -> None:
     found = adaptive(values, {}, alignment={"first": 0.9, "second": 0.5})
     assert found[0] == pytest.approx(0.109531, abs=1e-6)
     assert adaptive(values, {}, fair=0.7)[0] == pytest.approx(0.5)
-    # The weights themselves: with a huge score each, its share is what remains.
+    # A huge score isolates each weight.
     far = 1e4
     for name, share in (("first", 0.017986), ("second", 0.982014)):
         one = {other: np.array([far if other == name else 0.0]) for other in values}
@@ -253,6 +253,6 @@ def test_order_of_scores_changes_no_combination(rows, order, combine) -> None:
 
 
 @given(st.lists(shares, min_size=1, max_size=5))
-def test_one_score_alone_is_the_reward(values: list[float]) -> None:
+def test_single_score_is_the_reward(values: list[float]) -> None:
     for combine in (weighted, lowest, highest, adaptive):
         assert combine({"a": np.array(values)}, {}) == pytest.approx(np.array(values))

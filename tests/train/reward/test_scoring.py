@@ -1,4 +1,4 @@
-"""Rewards of one's own: the decorator, scores in groups, and failures that are never a reward of zero."""
+"""Custom rewards: the decorator, scores in groups, and failures, which are never a reward of zero."""
 
 import asyncio
 import math
@@ -55,7 +55,7 @@ async def test_decorated_function_takes_fields_of_the_sample_by_name() -> None:
     assert "the sample has no field 'gold'" in str(found.error)
 
 
-async def test_scores_are_kept_beside_the_reward_of_the_environment() -> None:
+async def test_scores_are_kept_in_addition_to_the_environments_reward() -> None:
     made = rewards(exact, both, weights={"environment": 0.0, "both.tokens": 0.5, "both.turns": 0.0})
     scored = await made.score(episode(Message.assistant("42"), gold="42", reward=3.0))
     (found,) = made.combined([scored], version=0)
@@ -77,7 +77,7 @@ async def test_difference_to_the_environment_is_credited_to_the_last_turn() -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "seven", None])
-async def test_value_that_is_no_number_fails_the_episode(value: object) -> None:
+async def test_value_that_is_not_a_number_fails_the_episode(value: object) -> None:
     def broken(trajectory):
         return value
 
@@ -95,7 +95,7 @@ async def test_function_that_takes_too_long_fails_the_episode() -> None:
     assert found.error == "reward 'slow': no score within 0.01 s"
 
 
-async def test_sibling_without_a_score_leaves_its_group_and_is_not_a_zero(client: EnvClient) -> None:
+async def test_sibling_without_a_score_leaves_its_group_and_does_not_count_as_zero(client: EnvClient) -> None:
     asked = 0
 
     async def flaky(trajectory) -> float:
@@ -117,13 +117,13 @@ async def test_sibling_without_a_score_leaves_its_group_and_is_not_a_zero(client
     assert all(one is not None for one in advantages([group])[0])
 
 
-async def test_judging_holds_no_slot_of_the_engine(client: EnvClient) -> None:
+async def test_judging_occupies_no_engine_slot(client: EnvClient) -> None:
     waiting, release = 0, asyncio.Event()
 
     async def judged(trajectory) -> float:
         nonlocal waiting
         waiting += 1
-        if waiting == 6:  # more than there are slots
+        if waiting == 6:  # more than the number of slots
             release.set()
         await release.wait()
         return 1.0
@@ -189,5 +189,5 @@ def test_functions_of_a_run_are_found_by_path(tmp_path: Path) -> None:
         ("reward.combine=best", "is none of weighted"),
     ],
 )
-def test_section_that_makes_no_sense_is_rejected_with_the_reason(override: str, reason: str) -> None:
+def test_invalid_section_is_rejected_with_the_reason(override: str, reason: str) -> None:
     assert reason in refusal(override)

@@ -1,4 +1,4 @@
-"""A task in which a random policy gets different rewards, for runs that need a learning signal."""
+"""A task that gives a random policy different rewards, for runs that need a learning signal."""
 
 import asyncio
 import random

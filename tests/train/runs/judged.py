@@ -1,4 +1,4 @@
-"""Rewards of a test run: a pure one, and a judge whose address is in the environment."""
+"""Rewards of a test run: a pure function, and a judge with its address in the environment."""
 
 import os
 

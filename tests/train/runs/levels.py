@@ -1,4 +1,4 @@
-"""A task with three levels, at which every reply without a tool call succeeds."""
+"""A task with three levels. Every reply without a tool call succeeds."""
 
 from agentrl_env import Done, Environment, tool
 

@@ -1,4 +1,4 @@
-"""A task whose held-out episodes wait for a file, so that a test decides when an evaluation ends."""
+"""A task with held-out episodes that wait for a file, so that a test controls the end of an evaluation."""
 
 import asyncio
 import os

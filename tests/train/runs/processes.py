@@ -1,4 +1,4 @@
-"""Runs as processes, with a tiny policy and a served test task."""
+"""Start runs as processes, with a tiny policy and a served test task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ samples = 0
 
 
 def write_config(folder: Path, *, target: str = "babble.py:Babble") -> Path:
-    """Write a tiny model and its configuration; return the path of the configuration."""
+    """Write a tiny model and its configuration. Return the path of the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     make_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
@@ -59,7 +59,7 @@ def command(config: Path, *overrides: str, resume: bool = False) -> list[str]:
 def begin(
     config: Path, *overrides: str, resume: bool = False, limit_bytes: int | None = None
 ) -> subprocess.Popen[str]:
-    """Start a run; ``limit_bytes`` limits the size of its files, like a full disk."""
+    """Start a run. ``limit_bytes`` limits the size of its files, like a full disk."""
     line = command(config, *overrides, resume=resume)
     if limit_bytes is not None:
         line = ["prlimit", f"--fsize={limit_bytes}", *line]
@@ -67,13 +67,13 @@ def begin(
 
 
 def finish(config: Path, *overrides: str, resume: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+    """Run until the end."""
     line = command(config, *overrides, resume=resume)
     return subprocess.run(line, capture_output=True, text=True, timeout=600)
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    """Return the recorded steps of a run, without one that is being written."""
+    """Return the recorded steps of a run, except an incomplete last step."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -1,4 +1,4 @@
-"""A task whose samples hold privileged information: the letter that is rewarded."""
+"""A task with privileged information in its samples: the rewarded letter."""
 
 from agentrl_env import Done, Environment, Reply, tool
 

@@ -1,4 +1,4 @@
-"""A reward that differs between the episodes of a random policy."""
+"""A reward with different values for the episodes of a random policy."""
 
 from agentrl_train.reward import answer, reward
 

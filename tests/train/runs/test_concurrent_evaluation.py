@@ -1,4 +1,4 @@
-"""Evaluations beside training: training goes on, and each figure belongs to one version of the weights."""
+"""Evaluations during training. Training continues, and each result belongs to one version of the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = (
 
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that lets held-out episodes end."""
+    """Return the file that releases held-out episodes."""
     path = tmp_path / "released"
     monkeypatch.setenv(RELEASED, str(path))
     return path
@@ -41,7 +41,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def sampled_by(run: Path, name: str) -> set[tuple[str, int]]:
-    """Return policy and version of all turns of an evaluation."""
+    """Return the policy and version of all turns of an evaluation."""
     episodes = map(json.loads, (run / "trajectories" / f"held_out_{name}.jsonl").read_bytes().splitlines())
     turns = [message["turn"] for one in episodes for message in one["messages"] if "turn" in message]
     return {(turn["policy"], version) for turn in turns for version in turn["versions"]}
@@ -56,7 +56,7 @@ def require_whole(run: Path, names: dict[str, int]) -> None:
         policy = "current" if name == "after" else "evaluation"
         assert sampled_by(run, name.replace(" ", "_")) == {(policy, version)}
     trained = Counter(group for step in steps(run) for group in step["groups"])
-    assert trained == Counter(range(3 * STEPS))  # the episodes of evaluations are in none of them
+    assert trained == Counter(range(3 * STEPS))  # steps do not contain episodes of evaluations
     best = json.loads((run / "best" / "evaluation.json").read_text())
     highest = max(found, key=lambda one: one["success"])  # the first of them
     assert best == {"step": highest["policy_version"], "success": highest["success"]}
@@ -76,7 +76,7 @@ def test_steps_are_trained_while_an_evaluation_plays(tmp_path: Path, released: P
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)])
-def test_evaluation_that_was_stopped_is_repeated_with_its_own_weights(
+def test_stopped_evaluation_is_repeated_with_its_own_weights(
     tmp_path: Path, released: Path, end: signal.Signals
 ) -> None:
     config, run = write_config(tmp_path, target="patient.py:Patient"), tmp_path / "run"

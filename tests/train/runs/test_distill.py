@@ -1,4 +1,4 @@
-"""Two specialists become one policy, in real runs."""
+"""Distil two specialists into one policy, in real runs."""
 
 from pathlib import Path
 from statistics import fmean
@@ -60,7 +60,7 @@ def test_two_specialists_become_one_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_distillation_of_a_run_that_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_invalid_distillation_is_rejected(tmp_path: Path) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")
     chosen = ("algorithm.preset=distill", "run.steps=1")
     done = finish(config, *chosen)

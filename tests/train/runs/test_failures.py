@@ -43,7 +43,7 @@ def test_failing_sample_is_recorded_and_other_samples_are_trained(tmp_path: Path
 
 
 @pytest.mark.extended
-def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(tmp_path: Path) -> None:
+def test_run_is_rejected_if_the_template_hides_the_tools_and_its_advice_helps(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- for message") :])
     settings = ("run.steps=1", 'model.chat_template="template.jinja"', "engine.max_context=1024")
@@ -60,7 +60,10 @@ def test_run_is_refused_where_the_template_hides_the_tools_and_its_advice_helps(
 def test_base_model_without_a_chat_template_is_trained_with_one_of_the_settings(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "again"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"  # which ends documents, not turns
+    tokenizer.chat_template, tokenizer.eos_token = (
+        None,
+        "<|endoftext|>",
+    )  # the token ends documents, not turns
     shutil.rmtree(tmp_path / "model")
     model = make_model()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -81,4 +84,4 @@ def test_base_model_without_a_chat_template_is_trained_with_one_of_the_settings(
     assert [step["step"] for step in trained] == [1, 2]
     assert sum(step["loss_tokens"] for step in trained) > 0
     saved = AutoTokenizer.from_pretrained(run / "checkpoints" / "step_000002" / "model")
-    assert "<|im_end|>" in saved.chat_template  # the model of a checkpoint has the format it was trained in
+    assert "<|im_end|>" in saved.chat_template  # the model of a checkpoint has the format used in training

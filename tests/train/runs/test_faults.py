@@ -1,4 +1,4 @@
-"""Faults around a training step and their handling."""
+"""Faults around a training step."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ from tests.train.fakes import CHAT, DOWN, EPISODE, Countdown, ScriptedEngine, al
 
 
 class SlowOnce(ScriptedEngine):
-    """Exceeds the lease of the session in the first completion."""
+    """Exceeds the session's lease in the first completion."""
 
     def __init__(self, think_s: float) -> None:
         super().__init__(CHAT, always(DOWN))
@@ -318,7 +318,7 @@ asyncio.run(main())
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="address space limits require Linux")
 @pytest.mark.parametrize(
     ("slots", "context", "kind", "words"),
     [

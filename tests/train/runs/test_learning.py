@@ -1,4 +1,4 @@
-"""The whole path improves a policy: served over HTTP, sampled, trained and published."""
+"""A policy improves over the whole path: serving over HTTP, sampling, training and publishing."""
 
 import json
 import subprocess

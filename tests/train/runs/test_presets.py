@@ -1,4 +1,4 @@
-"""Presets that change the episodes, or the passes of the learner, in real runs."""
+"""Presets that change the episodes or the learner's passes, in real runs."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_preset_trains_and_its_keys_are_recorded(preset: str, tmp_path: Path) ->
 
 
 @pytest.mark.extended
-def test_turns_of_a_second_model_are_trained_on_after_a_resume_too(tmp_path: Path) -> None:
+def test_turns_of_a_second_model_are_also_trained_on_after_a_resume(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     make_model(seed=5).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""The examples of the Python API: a loop from scratch that learns, and a notebook."""
+"""The examples of the Python API: a loop from scratch that learns, and notebooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_loop_from_scratch_learns_the_household() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_notebook_trains_a_class_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_trains_its_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quickstart").symlink_to(EXAMPLES / "quickstart")
     folder = tmp_path / "notebooks"
     folder.mkdir()

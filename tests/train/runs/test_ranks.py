@@ -1,4 +1,4 @@
-"""Runs with two learner processes, from the command line."""
+"""Runs with two learner processes, started from the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Return whether all processes exit within a minute."""
+    """Return True if all processes exit within a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -53,7 +53,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(config: Path) -> list[tuple[float, float]]:
-    """Losses of an uninterrupted run with one process."""
+    """Return the losses of an uninterrupted run with one process."""
     done = finish(config, 'run.name="one"')
     assert done.returncode == 0, done.stderr
     return losses(config.parent / "one")
@@ -67,7 +67,7 @@ def test_run_resumes_with_different_number_of_processes(
     run = config.parent / name
     process = begin(config, f'run.name="{name}"', f"train.processes={before}")
     until_step(process, run, 4)
-    assert losses(run), "the run did not begin in time"
+    assert losses(run), "the run did not start in time"
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -91,7 +91,7 @@ def test_torchrun_starts_ranks(config: Path, straight: list[tuple[float, float]]
 
 
 @pytest.mark.extended
-def test_critic_beside_two_ranks_learns_what_it_learns_beside_one(config: Path) -> None:
+def test_critic_learns_the_same_with_two_ranks_as_with_one(config: Path) -> None:
     found = []
     for processes in (1, 2):
         options = (f"train.processes={processes}", "algorithm.preset=ppo_turn", "run.steps=3")

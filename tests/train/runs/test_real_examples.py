@@ -1,4 +1,4 @@
-"""The tasks of examples/real, without a model of their size."""
+"""The tasks of examples/real, without a full-size model."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ TASKS = Path(__file__).parents[3] / "examples" / "real" / "tasks.py"
 @pytest.mark.parametrize(
     ("name", "split", "lowest"), [("Shop", "train-2", 6), ("Sql", "train-2", 8), ("Textcraft", "train", 12)]
 )
-async def test_experts_to_imitate_call_without_a_word_and_err(name: str, split: str, lowest: int) -> None:
+async def test_experts_to_imitate_call_without_text_and_make_mistakes(
+    name: str, split: str, lowest: int
+) -> None:
     async with EnvClient.local(load_target(f"{TASKS}:{name}")) as client:
         rewards = []
         for index in range(24):

@@ -1,4 +1,4 @@
-"""A resumed run matches an uninterrupted one, bit for bit if it is synchronous."""
+"""A resumed run matches an uninterrupted run, bit for bit if it is synchronous."""
 
 import json
 import random
@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from tests.train.runs.processes import begin, finish, kill, steps, until, until_step, write_config
 
 OF_THE_PROCESS = re.compile(r"seconds|_s$|_s_ceiling$|_idle$|(sampled|filled|discarded)_tokens$")
-"""Names of metrics about time and work of the process, not about training."""
+"""Metrics of the process's time and work rather than of training."""
 
 SPEAR = (
     "algorithm.preset=spear",
     "algorithm.leave_out=['void', 'repetitive']",
     "algorithm.replay.warmup_steps=2",
 )
-"""A preset with a buffer that lives in checkpoints."""
+"""A preset with a buffer that is stored in checkpoints."""
 
 
 def reproducible(line: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_killed_run_loses_no_finished_group_and_trains_none_twice(tmp_path: Path
     trained = Counter(group for step in steps(run) for group in step["groups"])
     assert trained == Counter(range(STEPS * PER_STEP))
     assert [step["step"] for step in steps(run)] == list(range(1, STEPS + 1))
-    if every == 100:  # no checkpoint but the first, so the journal still holds every group that finished
+    if every == 100:  # only the first checkpoint exists, so the journal still holds every finished group
         segments = sorted((run / "journal").iterdir())
         records = [record for path in segments for record in read_records(path.read_bytes())]
         played = Counter(decode_group(record).group_id for record in records)
@@ -65,7 +65,7 @@ def test_resumed_run_continues_the_evaluation_in_which_it_was_killed(tmp_path: P
     options = (*options, "environments.0.eval_split=train")
     done = finish(config, *options)
     assert done.returncode == 0, done.stderr
-    # As a kill during the evaluation of step 2 leaves the folder.
+    # The state of the folder after a kill during the evaluation of step 2.
     shutil.rmtree(run / "checkpoints" / "step_000004")
     evaluations = run / "evaluations.jsonl"
     before, *_ = evaluations.read_text().splitlines(keepends=True)
@@ -91,7 +91,7 @@ def test_resumed_run_continues_the_evaluation_in_which_it_was_killed(tmp_path: P
 
 
 @pytest.mark.extended
-def test_model_with_the_best_evaluation_is_kept_where_training_spoils_the_policy(tmp_path: Path) -> None:
+def test_model_with_the_best_evaluation_is_kept_if_training_makes_the_policy_worse(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"
     options = ("run.steps=3", "checkpoint.every=100", "checkpoint.keep=1", "eval.every=1", "eval.samples=8")
     done = finish(config, *options, "train.learning_rate=10.0", "environments.0.eval_split=train")

@@ -1,4 +1,4 @@
-"""Rewards of one's own in real runs: they train the policy, and a judge that fails is no reward."""
+"""Custom rewards in real runs. They train the policy, and a failure of the judge is not a reward."""
 
 import json
 import zlib
@@ -17,7 +17,7 @@ OWN = Path(__file__).parents[3] / "examples/own-reward/train.toml"
 
 
 def judged(body: dict[str, Any]) -> Answer:
-    """Score a text by its share of vowels; refuse about every ninth."""
+    """Score a text by its share of vowels. Reject about every ninth request."""
     text = body["messages"][0]["content"].partition(": ")[2]
     if zlib.crc32(text.encode()) % 9 == 0:
         return 400, {"text": "this one is refused"}
@@ -26,7 +26,7 @@ def judged(body: dict[str, Any]) -> Answer:
 
 
 @pytest.mark.slow
-def test_run_trains_on_a_judge_and_leaves_out_what_it_fails_to_judge(
+def test_run_trains_on_a_judge_and_omits_episodes_that_it_fails_to_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = write_config(tmp_path, target="vowels.py:Vowels"), tmp_path / "run"
@@ -61,7 +61,7 @@ def test_run_trains_on_a_judge_and_leaves_out_what_it_fails_to_judge(
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_run_whose_rewards_always_fail_ends_with_the_reason(
+def test_run_with_rewards_that_always_fail_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path, target="vowels.py:Vowels")

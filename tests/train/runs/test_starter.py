@@ -1,4 +1,4 @@
-"""The starter policy of the quickstart: tokenizer, chat template and script."""
+"""The quickstart's starter policy: tokenizer, chat template and script."""
 
 import asyncio
 import importlib.util
@@ -45,7 +45,7 @@ def render(tokenizer, messages, **options):
     return tokenizer.apply_chat_template([m.wire() for m in messages], tokenize=False, **options)
 
 
-def test_noise_is_that_of_a_task_whose_expert_can_err(starter):
+def test_noise_applies_only_to_tasks_with_a_noisy_expert(starter):
     assert starter.clumsy("dbbench", 0.4).expert_noise == 0.4
     assert starter.clumsy("sql", 0.4).expert_noise == starter.EXPERT_NOISE["sql"]
     assert not hasattr(starter.clumsy("countdown", 0.4), "expert_noise")

@@ -1,4 +1,4 @@
-"""The configurations of examples that need a starter: they load, and train from the expert's episodes on."""
+"""The configurations of examples with a starter policy. They load, and train after imitating the expert."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_configuration_of_boxes_loads_and_serves_its_task():
 @pytest.mark.parametrize(
     ("target", "config"), [("dbbench", "agentbench/dbbench.toml"), (EXAMPLES / "boxes", "boxes/train.toml")]
 )
-def test_run_goes_on_from_a_starter_that_imitates_the_expert(target, config, tmp_path):
+def test_run_continues_from_a_starter_that_imitates_the_expert(target, config, tmp_path):
     starter = tmp_path / "starter"
     script = [sys.executable, EXAMPLES / "quickstart/starter.py", "--tasks", target, "--width", "64"]
     subprocess.run([*script, "--traces", "40", "--steps", "4", "--output", starter], check=True, timeout=900)

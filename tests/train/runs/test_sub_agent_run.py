@@ -1,4 +1,4 @@
-"""A policy that delegates clumsily learns, from the reward of whole episodes, to plan and to work."""
+"""A policy that delegates clumsily learns to plan and to work from the reward of whole episodes."""
 
 import json
 import random
@@ -97,7 +97,7 @@ def row(
 
 
 def clumsy_rows(chat: ChatFormat, tools: Sequence[ToolSpec], count: int) -> list[TokenSequence]:
-    """Return segments of planners and workers that often ask for, look at or enter the wrong thing."""
+    """Return segments of planners and workers that often request, look at or enter the wrong thing."""
     chance, made = random.Random(0), []
     for _ in range(count):
         place = chance.choice(PLACES)
@@ -114,7 +114,7 @@ def clumsy_rows(chat: ChatFormat, tools: Sequence[ToolSpec], count: int) -> list
 
 
 async def taught(folder: Path) -> None:
-    """Write a small policy that delegates, clumsily."""
+    """Write a small policy that delegates clumsily."""
     async with Vault.local() as client:
         tools = (await client.open("vault")).tools
     letters = ChatFormat(new_tokenizer([], vocab_size=0))

@@ -1,4 +1,4 @@
-"""Sweeps in real processes: killed ones go on, finished runs are kept, failed ones do not stop the rest."""
+"""Sweeps in real processes. Killed sweeps resume, and failed runs do not stop the others."""
 
 import json
 import signal
@@ -57,7 +57,7 @@ def trained(folder: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.extended
-def test_killed_sweep_goes_on_from_its_checkpoints_and_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_killed_sweep_resumes_from_its_checkpoints_and_keeps_finished_runs(tmp_path: Path) -> None:
     path, first = write_sweep(tmp_path), tmp_path / "tiny/grpo/seed-0"
     process = start(path)
     until(process, lambda: any(line["step"] >= 2 for line in steps(first)))
@@ -111,7 +111,7 @@ def test_failed_run_is_reported_and_the_others_finish(tmp_path: Path) -> None:
     assert "broken, seed 3: failed: " in output
 
 
-def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_go_on(tmp_path: Path) -> None:
+def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_continue(tmp_path: Path) -> None:
     path, first = write_sweep(tmp_path), tmp_path / "tiny/grpo/seed-0"
     path.write_text(path.read_text().replace("run.steps = 5", "run.steps = 1000"))
     process = start(path)
@@ -127,7 +127,7 @@ def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_go_on(tmp_pa
 
 
 @pytest.mark.extended
-def test_curriculum_goes_on_to_harder_levels_also_in_a_resumed_run(tmp_path: Path) -> None:
+def test_curriculum_advances_to_harder_levels_even_in_a_resumed_run(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, target="levels.py:Levels"), tmp_path / "run"
     rules = '{levels = {levels = ["train", "train-2", "train-3"]}, window = 6, raise_at = 0.5}'
     options = (f"rollout.curriculum={rules}", "run.steps=10", "checkpoint.every=4")

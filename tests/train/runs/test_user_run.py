@@ -1,4 +1,4 @@
-"""A run with customers played by a model: its words are not trained on, and its failures are no rewards."""
+"""A run with customers played by a model. Its text is not trained on, and its failures are not rewards."""
 
 import json
 import zlib
@@ -28,19 +28,19 @@ SETTINGS = (
 
 
 def is_refused(body: dict[str, Any]) -> bool:
-    """Return True for about every third customer, by its instructions."""
+    """Return True for about a third of the customers, depending on their instructions."""
     return zlib.crc32(body["messages"][0]["content"].encode()) % 3 == 0
 
 
 def customer(body: dict[str, Any]) -> Answer:
-    """Say something that the seed tells apart, and end after the second answer."""
+    """Send a text that depends on the seed, and end after the second answer."""
     heard = sum(message["role"] == "user" for message in body["messages"]) - 1
     if heard and is_refused(body):
         return 400, {"text": "this customer is refused"}
     return completion(text=f"Request {body['seed']}, part {heard}." + " [END]" * (heard == 2))
 
 
-def test_run_trains_the_policy_alone_and_counts_the_requests_of_the_user(
+def test_run_trains_only_the_policy_and_counts_the_users_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = write_config(tmp_path), tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A task for a planner that enters a code and workers that look for it."""
+"""A task for a planner that enters a code and workers that search for it."""
 
 from agentrl_env import Done, Environment, tool
 

@@ -89,7 +89,7 @@ samples = st.builds(
 
 @st.composite
 def trees(draw: st.DrawFn, trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory with further segments, each opened after a turn of an earlier one."""
+    """Return a trajectory with additional segments, each opened after a turn of an earlier segment."""
     played, segments = list(trajectory.turns), [ROOT]
     for index in range(len(played)):
         played[index] = replace(played[index], segment=draw(st.integers(0, len(segments) - 1)))
@@ -162,7 +162,7 @@ def test_group_round_trips(group: TrajectoryGroup):
     assert decode_group(encode_group(group)) == group
 
 
-def test_group_written_before_there_were_segments_is_read():
+def test_group_written_before_segments_existed_is_read():
     group = make_group(1)
     raw = zlib.decompress(encode_group(group))
     size, *counts = struct.unpack_from("<III", raw)
@@ -184,7 +184,7 @@ def test_times_round_trip_and_are_not_compared():
     assert back == group.trajectories[0]
 
 
-def test_group_written_before_there_were_times_is_read():
+def test_group_written_before_times_existed_is_read():
     group = make_group(1)
     raw = zlib.decompress(encode_group(group))
     size, *counts = struct.unpack_from("<III", raw)

@@ -32,7 +32,7 @@ def begun(folder: Path) -> Path:
 
 
 def claim(folder: Path, config: RunConfig, *, resume: bool = False) -> list[str]:
-    """Claim and release a run folder; return the changed settings."""
+    """Claim and release a run folder. Return the changed settings."""
     with claim_run_dir(folder, config.changes_since, resume=resume) as changed:
         return changed
 
@@ -94,7 +94,7 @@ def test_checkpoint_of_different_model_is_rejected(tmp_path: Path, other) -> Non
         Learner(other(), TrainSection(learning_rate=1e-3)).load(tmp_path)
 
 
-def test_setting_that_is_new_in_this_version_has_not_changed(tmp_path: Path) -> None:
+def test_setting_added_in_this_version_does_not_count_as_changed(tmp_path: Path) -> None:
     write_config(tmp_path, configured().to_toml())
     path = tmp_path / "config.toml"
     text = path.read_text()
@@ -118,7 +118,7 @@ def crediting(credit: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("before", ["trajectory", "gae_turn"])
-def test_run_does_not_resume_with_a_critic_that_it_did_not_have(tmp_path: Path, before: str) -> None:
+def test_run_does_not_resume_with_an_added_critic(tmp_path: Path, before: str) -> None:
     folder = begun(tmp_path / "run")
     write_config(folder, crediting(before).to_toml())
     with pytest.raises(ConfigError, match=r"algorithm\.credit\.name was .*, and is gae_token now"):
@@ -142,7 +142,7 @@ def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:
     assert (folder / "config.toml").exists()
 
 
-def test_failed_start_in_a_folder_that_existed_deletes_nothing(tmp_path: Path) -> None:
+def test_failed_start_in_an_existing_folder_deletes_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         failing(tmp_path, lambda: (tmp_path / "notes.txt").write_text("mine"))
     assert (tmp_path / "notes.txt").exists()

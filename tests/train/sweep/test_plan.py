@@ -1,4 +1,4 @@
-"""The file of a sweep: its runs, and the errors of an invalid one."""
+"""The file of a sweep: its runs, and the errors for invalid files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Statistics of a sweep, and its page in a browser."""
+"""The statistics of a sweep, and its page in a browser."""
 
 import json
 import math
@@ -26,7 +26,7 @@ TWO_TASKS = {"shop": 1.0, "sql": 1.0}
 def write_run(
     run: PlannedRun, *, slope: float, dropped: int = 0, ease: Mapping[str, float] = TWO_TASKS
 ) -> None:
-    """Write the files of a finished run; ``ease`` maps its tasks to a factor of their success."""
+    """Write the files of a finished run. ``ease`` maps its tasks to a factor of their success."""
     run.folder.mkdir(parents=True)
     chance = random.Random(f"{run.variant} {run.seed}")
     lines, evaluations = [], []
@@ -89,7 +89,7 @@ def test_interval_of_a_mean_covers_it_in_95_of_100_experiments() -> None:
     assert abs(covered - 0.95) < 0.01
 
 
-def test_interval_of_one_value_has_no_ends_and_that_of_none_is_none() -> None:
+def test_interval_of_one_value_has_no_ends_and_of_no_values_is_none() -> None:
     assert interval([0.5]) == {"mean": 0.5, "low": None, "high": None, "n": 1}
     assert share_interval([0.5], episodes=64) == interval([0.5])
     assert interval([]) is share_interval([], episodes=64) is None
@@ -97,7 +97,7 @@ def test_interval_of_one_value_has_no_ends_and_that_of_none_is_none() -> None:
 
 @pytest.mark.parametrize(("mean", "covered"), [(0.2, 0.92), (0.5, 0.92), (0.8, 0.92), (0.95, 0.86)])
 def test_interval_of_shares_covers_their_mean_and_stays_inside_the_scale(mean: float, covered: float) -> None:
-    """Runs differ, and each is measured with 64 episodes; Student's t covers 0.95 in 0.68 of such cases."""
+    """Runs differ and have 64 episodes each. 95 % intervals of Student's t cover 68 % of such cases."""
     draws = np.random.default_rng(0)
     skill = draws.beta(3 * mean, 3 * (1 - mean), size=(1000, 5))
     found = [share_interval(list(shares), episodes=64) for shares in draws.binomial(64, skill) / 64]
@@ -171,7 +171,7 @@ def test_variants_are_ranked_by_final_held_out_success(found: dict[str, Any]) ->
     assert {run["status"] for run in by_name["dead"]["runs"]} == {"failed"}
 
 
-def test_difference_is_that_of_the_tasks_which_both_variants_have(
+def test_difference_covers_the_tasks_of_both_variants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_difference_is_that_of_the_tasks_which_both_variants_have(
     assert both["difference"]["area"]["mean"] == 0.0
 
 
-def test_dropped_groups_count_as_samples_and_areas_end_where_all_runs_have_played(
+def test_dropped_groups_count_as_samples_and_areas_end_at_the_shortest_run(
     found: dict[str, Any],
 ) -> None:
     by_name = {one["name"]: one for one in found["variants"]}
@@ -218,7 +218,7 @@ def test_many_variants_are_drawn_one_by_one_against_the_baseline(
     assert all(f"<b>{name}</b>" in page for name in names[1:])
 
 
-def test_figure_is_a_small_svg_file_of_its_own(found: dict[str, Any]) -> None:
+def test_figure_is_a_small_standalone_svg_file(found: dict[str, Any]) -> None:
     text = figure(found, "held_out_success", title="Lock & key")
     root = ElementTree.fromstring(text)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -232,7 +232,7 @@ def test_figure_is_a_small_svg_file_of_its_own(found: dict[str, Any]) -> None:
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_page_fits_the_window_and_its_text_can_be_read(
+async def test_page_fits_the_window_and_its_text_is_readable(
     found: dict[str, Any], tmp_path: Path, width: int, scheme: str
 ) -> None:
     from playwright.async_api import async_playwright
@@ -256,7 +256,7 @@ async def test_page_fits_the_window_and_its_text_can_be_read(
 
 
 def contrast(first: str, second: str) -> float:
-    """Return the contrast of two colours as in WCAG 2."""
+    """Return the contrast of two colours as defined by WCAG 2."""
 
     def luminance(colour: str) -> float:
         parts = [int(part) / 255 for part in colour[4:-1].split(",")]

@@ -126,7 +126,7 @@ def test_text_that_utf8_cannot_hold_ends_no_run(tmp_path: Path):
     assert episode["error"] == "the program raised ValueError: ?"
 
 
-def test_zero_trajectories_writes_none(tmp_path: Path):
+def test_zero_trajectories_writes_no_file(tmp_path: Path):
     log_steps(tmp_path, 1, trajectories=0)
     assert list((tmp_path / "trajectories").iterdir()) == []
 
@@ -310,7 +310,7 @@ def test_step_without_signal_has_warning_with_causes() -> None:
     assert "100% of the episodes were cut off by engine.max_context: raise it" in full
 
 
-def test_warning_of_a_run_that_learns_nothing_names_valid_calls() -> None:
+def test_warning_about_a_run_without_progress_names_valid_calls() -> None:
     one = make_trajectory(reward=0.0)
     broken = replace(one, turns=[replace(one.turns[0], invalid_calls=1)])
     group = TrajectoryGroup(group_id=0, task="shop", trajectories=[broken, broken], admitted_version=0)

@@ -1,4 +1,4 @@
-"""Progress of evaluations and imitation."""
+"""Progress reports of evaluations and imitation."""
 
 import io
 
@@ -13,7 +13,7 @@ def counted(clock: list[float], *, terminal: bool = False) -> tuple[Counter, io.
     return Counter("episodes", console=console, clock=lambda: clock[0]), file
 
 
-def test_time_left_does_not_count_what_was_done_before() -> None:
+def test_time_left_excludes_earlier_work() -> None:
     clock = [0.0]
     counter, file = counted(clock)
     counter.show(90, 100)
@@ -26,7 +26,7 @@ def test_time_left_does_not_count_what_was_done_before() -> None:
     ]
 
 
-def test_lines_are_seldom_and_the_last_is_always_printed() -> None:
+def test_lines_are_infrequent_and_the_last_is_always_printed() -> None:
     clock = [0.0]
     counter, file = counted(clock)
     for second in range(41):
@@ -47,7 +47,7 @@ def test_terminal_shows_a_bar() -> None:
     assert "1/4 episodes, success 100.0%, 0:06 left" in file.getvalue()
 
 
-def test_long_evaluation_of_a_run_says_how_far_it_is() -> None:
+def test_long_evaluation_of_a_run_reports_its_progress() -> None:
     clock, file = [0.0], io.StringIO()
     console = Console(file=file, width=200)
     progress = Progress(total_steps=10, console=console, clock=lambda: clock[0])

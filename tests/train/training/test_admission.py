@@ -16,7 +16,7 @@ PLACES = st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 25))
 
 
 def staleness_bound(window: WorkWindow) -> int:
-    """Most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
+    """Return the most steps between a group's admission and its training: ``S + ceil((W - 1) / P)``."""
     return window._max_staleness + window._slack
 
 
@@ -39,7 +39,7 @@ def admit_all(window: WorkWindow) -> list[AdmittedGroup]:
 
 @dataclass
 class Simulation:
-    """Simulates a whole run, one event at a time; ``choose(n)`` makes all random choices."""
+    """Simulates a whole run, one event at a time. ``choose(n)`` makes all random choices."""
 
     window: WorkWindow
     admitted: dict[int, AdmittedGroup] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def test_unfinished_group_blocks_trainer_only_when_due(place, slow):
 @settings(max_examples=60, deadline=None)
 @given(place=PLACES, seed=SEEDS)
 def test_every_started_group_is_trained(place, seed):
-    """No length bias: every admitted group is trained, not only quick ones."""
+    """There is no length bias: every admitted group is trained, not only short ones."""
     per_step, staleness, look = place
     simulation = Simulation(make_window(per_step, staleness, look, total_steps=10))
     chance = random.Random(seed)
@@ -185,7 +185,7 @@ def test_finishing_unknown_group_is_an_error():
 @settings(max_examples=120, deadline=None)
 @given(place=PLACES, seed=SEEDS)
 def test_resume_at_any_moment_trains_every_group_once(place, seed):
-    """Checkpoints every few steps and a kill at a random moment; the journal restores finished groups."""
+    """Write checkpoints every few steps and kill at a random time. The journal restores finished groups."""
     per_step, staleness, look = place
     chance = random.Random(seed)
     drops = chance.choice([0.0, 0.15])
@@ -197,7 +197,7 @@ def test_resume_at_any_moment_trains_every_group_once(place, seed):
     for _ in range(500):
         for group in admit_all(window):
             sample = (group.task, group.index, group.seed)
-            assert samples.setdefault(group.group_id, sample) == sample, "an id stands for one sample"
+            assert samples.setdefault(group.group_id, sample) == sample, "an id has two samples"
             assert group.group_id not in saved, "a finished group was played again"
         if window.in_flight:
             group = chance.choice(window.in_flight)
@@ -308,7 +308,7 @@ def test_mixture_resumes_from_state(draws: int):
 
 
 def share_of_tokens(mixer: Mixer, tokens: dict[str, int], *, draws: int) -> float:
-    """Draw and count groups; return the first task's share of the tokens."""
+    """Draw and count groups. Return the first task's share of the tokens."""
     totals: Counter[str] = Counter()
     for _ in range(draws):
         task = mixer.draw().task
@@ -355,7 +355,7 @@ def test_draws_are_reproduced_across_rebalancing(before: int, after: int, later:
     assert [mixer.draw() for _ in range(20)] == [resumed.draw() for _ in range(20)]
 
 
-def test_new_task_starts_at_its_beginning():
+def test_new_task_starts_with_its_first_sample():
     mixer = Mixer(SOURCES[:1], seed=9, by_tokens=True)
     mixer.draw()
     wider = Mixer(SOURCES, seed=9, by_tokens=True)
@@ -377,7 +377,7 @@ def test_invalid_mixture_is_rejected(sources, reason):
         Mixer(sources, seed=0, by_tokens=True)
 
 
-def test_seeds_of_samples_stay_those_of_earlier_runs():
+def test_seeds_of_samples_equal_those_of_earlier_runs():
     assert sample_seed(1, "house", "train", 0) == 23590873601962
     assert sample_seed(1, "a") != sample_seed(1, "b")
     assert sample_seed(0) < 2**53

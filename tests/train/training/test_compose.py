@@ -1,4 +1,4 @@
-"""Factories: conflicting engine settings are rejected."""
+"""Factories of engines, learners and critics, and conflicts between their settings."""
 
 import sys
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_every_option_of_learner_and_loss_has_a_setting() -> None:
     assert signature(policy_loss).parameters.keys() - options["loss"].objective.keywords.keys() == {"tokens"}
 
 
-def test_evaluation_by_itself_needs_the_current_policy_only() -> None:
+def test_standalone_evaluation_needs_only_the_current_policy() -> None:
     options = ["eval.concurrent=true", "rollout.stale.fraction=0.1", "engine.max_sessions=64"]
     config = load_config(CONFIG, options)
     assert config.sessions == {"current": 64, "stale": 64, "evaluation": 16}
@@ -130,7 +130,9 @@ def critic_of(config: RunConfig, **policy: Any) -> Critic | None:
     [("gae_turn", ValueCritic), ("archer", TwinCritic), ("sweet", PrivilegedCritic)],
 )
 @pytest.mark.parametrize("own", [False, True])
-def test_credit_has_its_critic_of_the_policy_or_of_a_model(credit: str, kind: type, own: bool) -> None:
+def test_credit_creates_its_critic_from_the_policy_or_another_model(
+    credit: str, kind: type, own: bool
+) -> None:
     chosen = [f"algorithm.credit={credit}", "algorithm.baseline=value", "algorithm.scale=none"]
     chosen += [
         "algorithm.credit.learning_rate=0.25",
@@ -154,7 +156,7 @@ def test_critic_with_another_vocabulary_is_rejected() -> None:
         critic_of(load_config(CONFIG, chosen), model=make_model(), tokenizer=make_tokenizer())
 
 
-def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them() -> None:
+def test_critic_of_a_policy_without_loaded_weights_is_read_from_its_files() -> None:
     config = load_config(CONFIG, ["algorithm.preset=ppo"])
     model, tokenizer, _ = open_policy(config.model.path)
     assert all(value.is_meta for value in model.parameters())
@@ -165,5 +167,5 @@ def test_critic_of_a_policy_whose_weights_are_in_their_files_is_a_copy_of_them()
         assert torch.equal(value, whole.base_model.get_parameter(name))
 
 
-def test_run_without_a_critic_has_none() -> None:
+def test_run_without_a_critic_setting_has_no_critic() -> None:
     assert critic_of(load_config(CONFIG), model=make_model(), tokenizer=make_tokenizer()) is None

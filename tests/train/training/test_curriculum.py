@@ -1,4 +1,4 @@
-"""Levels raised by success, weights by learning progress, and draws that repeat after a kill."""
+"""Levels that rise with success, weights by learning progress, and equal draws after a kill."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def group(task: str, success: float, *, split: str = "train") -> TrajectoryGroup
     )
 
 
-def test_task_goes_on_to_its_next_level_when_its_success_reaches_the_bound(tmp_path: Path) -> None:
+def test_task_advances_to_its_next_level_when_its_success_reaches_the_bound(tmp_path: Path) -> None:
     curriculum, mixer = make(tmp_path, raise_at=0.75)
     assert curriculum.trained(1, [group("shop", 0.75)] * 3) == []
     assert curriculum.trained(2, [group("shop", 0.75)]) == ["shop moves to level 2 (train-2) after step 2"]
@@ -67,7 +67,7 @@ def test_groups_of_an_earlier_level_do_not_count_for_the_next(tmp_path: Path) ->
     curriculum.trained(1, [group("shop", 1.0)] * 4)
     assert curriculum.trained(2, [group("shop", 1.0)] * 4) == []
     assert curriculum.trained(3, [group("shop", 1.0, split="train-2")] * 4)
-    assert curriculum.trained(4, [group("shop", 1.0, split="train-3")] * 8) == []  # it is the last one
+    assert curriculum.trained(4, [group("shop", 1.0, split="train-3")] * 8) == []  # already the last level
     assert mixer.split("shop") == "train-3"
 
 
@@ -81,7 +81,7 @@ def test_weights_follow_learning_progress_and_keep_a_fixed_share(tmp_path: Path)
     assert mixer.weights == pytest.approx({"shop": 0.5 + 2 * 2 / 3, "house": 1.5 + 2 / 3})
 
 
-def test_weights_are_the_fixed_ones_without_progress(tmp_path: Path) -> None:
+def test_weights_without_progress_are_the_configured_weights(tmp_path: Path) -> None:
     curriculum, mixer = make(tmp_path, mix={"name": "progress", "every": 1}, levels={})
     curriculum.trained(1, [group("shop", 1.0), group("house", 0.0)] * 4)
     assert mixer.weights == {"shop": 1.0, "house": 3.0}
@@ -109,7 +109,7 @@ def test_resumed_run_repeats_the_draws_since_its_checkpoint(tmp_path: Path, seed
     assert not again.has_planned
 
 
-def test_curriculum_and_weights_may_change_on_resume(tmp_path: Path) -> None:
+def test_curriculum_and_weights_can_change_on_resume(tmp_path: Path) -> None:
     curriculum, mixer = make(tmp_path, mix={"name": "progress", "every": 1}, raise_at=0.9)
     shares = (0.0, 0.5, 1.0, 1.0)
     curriculum.trained(1, [group(task, share) for share in shares for task in ("shop", "house")][:-1])
@@ -125,7 +125,7 @@ def test_curriculum_and_weights_may_change_on_resume(tmp_path: Path) -> None:
     assert rest.levels == {"house": 0}
 
 
-def test_change_that_was_not_written_to_the_end_is_ignored(tmp_path: Path) -> None:
+def test_partially_written_change_is_ignored(tmp_path: Path) -> None:
     curriculum, _ = make(tmp_path)
     curriculum.trained(1, [group("shop", 1.0)] * 4)
     with open(tmp_path / FILE, "a") as file:
@@ -133,7 +133,7 @@ def test_change_that_was_not_written_to_the_end_is_ignored(tmp_path: Path) -> No
     assert [change.levels for change in read_changes(tmp_path)] == [{"shop": 1, "house": 0}]
 
 
-def test_run_without_a_curriculum_has_no_metrics_of_one(tmp_path: Path) -> None:
+def test_run_without_a_curriculum_has_no_curriculum_metrics(tmp_path: Path) -> None:
     curriculum, _ = make(tmp_path, levels={})
     assert curriculum.metrics() == {}
     assert curriculum.trained(1, [group("shop", 1.0)] * 20) == []

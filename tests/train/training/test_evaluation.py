@@ -1,4 +1,4 @@
-"""Held-out evaluation: sampled episodes, greedy ones beside them, and episodes kept on disk."""
+"""Held-out evaluation with sampled and greedy episodes, and episodes kept on disk."""
 
 import io
 from pathlib import Path
@@ -33,7 +33,7 @@ def printed(table):
     return console.export_text()
 
 
-async def test_greedy_episodes_are_evaluated_beside_sampled_ones():
+async def test_greedy_episodes_are_evaluated_in_addition_to_sampled_ones():
     good = ScriptedEngine(CHAT, always(DOWN))
     bad = ScriptedEngine(CHAT, always(Message(role="assistant", content="I stop here.")))
     async with Countdown.local() as client:
@@ -53,7 +53,7 @@ async def test_greedy_episodes_are_evaluated_beside_sampled_ones():
     assert "greedy" in printed(evaluation_table(results))
 
 
-def test_summary_table_shows_greedy_success_where_it_was_measured():
+def test_summary_table_shows_greedy_success_if_it_was_measured():
     row = {"before": 0.25, "after": 0.5, "before_greedy": None, "after_greedy": None, "episodes": 4}
     summary = {"tasks": {"shop": row}, "seconds": 1.0}
     assert "greedy" not in printed(summary_table(summary))
@@ -134,7 +134,7 @@ def test_more_held_out_samples_than_the_split_has_are_reported(caplog):
 
 
 class Interrupted(Exception):
-    """Ends an evaluation in the middle."""
+    """Interrupts an evaluation halfway."""
 
 
 async def played(engine, folder: Path, *, attempts: int = 2, greedy: bool = False, **options):
@@ -151,7 +151,7 @@ async def played(engine, folder: Path, *, attempts: int = 2, greedy: bool = Fals
             )
 
 
-async def test_interrupted_evaluation_plays_only_the_episodes_that_it_lacks(tmp_path: Path):
+async def test_interrupted_evaluation_plays_only_missing_episodes(tmp_path: Path):
     def interrupt(tally: Tally) -> None:
         if tally.done == 2:
             raise Interrupted
@@ -188,7 +188,7 @@ async def test_failed_episodes_are_played_again(tmp_path: Path):
     assert {call[0] for call in again.calls} == {again.calls[0][0]}
 
 
-async def test_greedy_episodes_have_a_file_of_their_own_and_are_not_in_the_success_shown(tmp_path: Path):
+async def test_greedy_episodes_have_their_own_file_and_do_not_count_in_the_success(tmp_path: Path):
     tallies: list[Tally] = []
     engine = ScriptedEngine(CHAT, always(DOWN))
     await played(engine, tmp_path, attempts=1, greedy=True, show=tallies.append)
@@ -208,7 +208,7 @@ async def test_other_settings_do_not_continue_an_evaluation(tmp_path: Path):
     assert len(engine.calls) == sum(len(one.turns) for one in results[TASK].trajectories)
 
 
-async def test_recorded_episodes_are_those_of_agentrl_env_eval(tmp_path: Path):
+async def test_recorded_episodes_match_agentrl_env_eval(tmp_path: Path):
     results = await played(ScriptedEngine(CHAT, always(DOWN)), tmp_path)
     run = read_run(tmp_path / TASK)
     summary = summarize(run)

@@ -145,7 +145,7 @@ async def test_run_without_any_signal_ends(tmp_path: Path) -> None:
     window=st.integers(1, 6),
     per_step=st.integers(1, 4),
 )
-def test_every_group_is_trained_once_and_none_too_stale(
+def test_every_group_is_trained_once_within_the_staleness_bound(
     seed: int, staleness: int, window: int, per_step: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     delays = np.random.default_rng(seed).geometric(0.1, size=500)
@@ -192,12 +192,12 @@ async def test_groups_are_played_between_publishing_and_the_end_of_a_checkpoint(
     loop = make_loop(tmp_path, actor, staleness=1, steps=6)
 
     async def train(step: Step) -> None:
-        for _ in range(3000):  # all that was admitted finishes while the learner works
+        for _ in range(3000):  # all admitted groups finish while the learner works
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
             while len(loop.window.in_flight):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        loop.admit()  # as ``Run`` does once the weights are published
+        loop.admit()  # ``Run`` does this after publishing the weights
         await asyncio.sleep(0)
         playing.append(len(loop.window.in_flight))
 
@@ -206,7 +206,7 @@ async def test_groups_are_played_between_publishing_and_the_end_of_a_checkpoint(
 
 
 class SlowDisk(Journal):
-    """A journal whose disk answers once ``released`` is set."""
+    """A journal whose disk blocks until ``released`` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -229,7 +229,7 @@ async def test_event_loop_runs_and_checkpoint_waits_while_journal_is_written(tmp
     for _ in range(100):
         await asyncio.sleep(0)
     assert not cut.done()
-    assert loop.window.finished == ()  # a group counts once it is on disk
+    assert loop.window.finished == ()  # a group counts when it is on disk
     disk.released.set()
     window, untrained = await cut
     assert disk.in_time
@@ -267,7 +267,7 @@ async def test_repeated_engine_failures_raise_engine_broken(tmp_path: Path) -> N
         await play(loop, Recorder())
 
 
-async def test_failing_task_is_detected_beside_a_working_one(tmp_path: Path) -> None:
+async def test_failing_task_is_detected_alongside_a_working_task(tmp_path: Path) -> None:
     actor = FakeActor(survivors=lambda i: 4 * (i % 2))  # tasks alternate
     loop = make_loop(tmp_path, actor, steps=100)
     with pytest.raises(EnvironmentUnavailable, match="8 groups of task a failed"):

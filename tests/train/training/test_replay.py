@@ -1,4 +1,4 @@
-"""SPEAR: the replay buffer, its schedule and its loss, and Clip-Cov."""
+"""SPEAR: the replay buffer with its schedule and loss, and Clip-Cov."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_schedules_have_the_published_values() -> None:
     assert cosine_rise(0, 0) == 1.0
 
 
-def test_advantage_is_computed_anew_and_leaves_once_the_policy_is_better() -> None:
+def test_advantage_is_recomputed_and_the_episode_leaves_once_the_policy_is_better() -> None:
     buffer = Replay(episodes=(kept(1.0),), history={"a": (0.1, 0.2, 0.5, 0.9)})
     assert drawn(buffer)[0] == {0: pytest.approx(0.65)}
     better = buffer.noted([group([1.2, 1.4])], [np.array([1.2, 1.4])], length=4)
@@ -55,7 +55,7 @@ def test_advantage_is_computed_anew_and_leaves_once_the_policy_is_better() -> No
     assert drawn(best) == ({}, replace(best, episodes=()))
 
 
-def test_tasks_have_histories_of_their_own() -> None:
+def test_tasks_have_their_own_histories() -> None:
     groups = [group([0.0, 1.0]), group([100.0, 300.0], task="b")]
     returns = [np.array([0.0, 1.0]), np.array([100.0, 300.0])]
     buffer = Replay().noted(groups, returns, length=10)
@@ -118,7 +118,7 @@ def test_buffer_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def gradient(batches) -> torch.Tensor:
-    """Return the gradient that one update of a learner sees."""
+    """Return the gradient of one learner update."""
     own, seen = learner(), []
     parameter = own.model.get_input_embeddings().weight
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -139,7 +139,7 @@ def test_joined_loss_is_the_loss_plus_the_weighted_loss_of_the_replay(max_tokens
 
 
 class NoEngine:
-    """Stands where an engine receives the weights."""
+    """A stand-in for an engine that receives weights."""
 
     drift = Drift()
 
@@ -152,7 +152,7 @@ def step_groups(step: int) -> list[TrajectoryGroup]:
 
 
 def trained(folder: Path, *, steps: range = range(3), buffer: Replay | None = None, **section):
-    """Train some steps; return the trainer and their metrics."""
+    """Train some steps. Return the trainer and the metrics."""
     trainer = StepTrainer(
         one := learner(),
         NoEngine(),

@@ -1,4 +1,4 @@
-"""The self-check refuses formats that lose tools, calls or results, and the settings that mend them work."""
+"""The self-check rejects formats that lose tools, calls or results, and the suggested settings fix them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def format_of(template: str, **settings: object) -> ChatFormat:
 
 
 async def played(chat: ChatFormat, task: type[Environment], said: Message | Sequence[int]) -> TrajectoryGroup:
-    """Check the format with a task and play one episode in which the policy repeats itself."""
+    """Check the format with a task, and play an episode with a policy that repeats one completion."""
     async with task.local() as client:
         await check_sessions(chat, {"countdown": client}, sources=SOURCES)
         actor = Actor(
@@ -77,7 +77,7 @@ async def test_format_of_a_whole_template_passes_and_plays() -> None:
         (OTHER_CALLS, "writes calls in another syntax than 'hermes'; set model.tool_parser"),
     ],
 )
-async def test_template_that_loses_a_part_is_refused_with_the_setting_that_mends_it(
+async def test_template_that_loses_a_part_is_rejected_with_the_setting_that_fixes_it(
     template: str, reason: str
 ) -> None:
     async with Countdown.local() as client:
@@ -86,7 +86,7 @@ async def test_template_that_loses_a_part_is_refused_with_the_setting_that_mends
 
 
 @pytest.mark.parametrize("template", [WITHOUT_TOOLS, WITHOUT_ROLES, CHAT_TEMPLATE])
-async def test_tools_are_played_through_the_prompt_where_the_template_has_none(template: str) -> None:
+async def test_tools_are_in_the_prompt_if_the_template_supports_none(template: str) -> None:
     chat = format_of(template, tool_parser="prompt", system_prompt="Be brief.")
     group = await played(chat, Countdown, DOWN)
     first, second, _ = group.trajectories[0].turns
@@ -208,7 +208,7 @@ class Pictures(Environment):
 
 
 @pytest.mark.parametrize("in_opening", [True, False])
-async def test_pictures_that_the_policy_does_not_see_give_one_warning_per_task(
+async def test_unsupported_pictures_give_one_warning_per_task(
     in_opening: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pictures, "in_opening", in_opening)
@@ -264,7 +264,7 @@ def test_every_parser_is_documented() -> None:
     assert [name for name in PARSERS if f"`{name}`" not in page] == []
 
 
-def test_template_that_recurses_without_end_is_refused_with_the_setting_that_mends_it() -> None:
+def test_endlessly_recursive_template_is_rejected_with_the_setting_that_fixes_it() -> None:
     endless = "{% macro of(schema) %}{{ of(schema) }}{% endmacro %}{% if tools[0].function.name != 'probe' %}"
     chat = format_of(endless + "{{ of(tools) }}{% endif %}" + CHAT_TEMPLATE)
     tool = ToolSpec(
@@ -290,7 +290,7 @@ def test_template_that_recurses_without_end_is_refused_with_the_setting_that_men
         ),
     ],
 )
-async def test_completions_before_the_first_step_are_described_by_how_they_were_read(
+async def test_completions_before_the_first_step_are_described_by_their_parse_results(
     said: Message, expected: str
 ) -> None:
     chat = format_of(CHAT_TEMPLATE)

@@ -1,8 +1,8 @@
-"""The table of chat templates: a perfect player of each family gets reward 1.0, or the run is refused.
+"""The table of chat templates. A perfect player of each family gets reward 1.0, or the run is rejected.
 
-The templates are written after each family's documented syntax; the player speaks that syntax, token for
-token, through the real actor. A family whose template hides tools, calls or results is refused with the
-setting that mends it, and with that setting it plays. There is no third row: no family silently scores 0.
+The templates follow each family's documented syntax, and the player uses this syntax token for token through
+the real actor. A family with a template that hides tools, calls or results is rejected with a suggested
+setting, and plays with that setting. No family silently scores 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REFUSED = {
     "Gemma-3": REJECTED,
     "Zephyr": NAMELESS,
 }
-"""Families whose templates show no tools, write no calls or reject results, and what the refusal says."""
+"""Families with templates that omit tools or calls or reject results, and the error messages."""
 PLAYED = [name for name in FAMILIES if name not in REFUSED]
 THINKING = [name for name in PLAYED if FAMILIES[name].thought]
 
@@ -110,7 +110,7 @@ def make_chat(family: Family, **settings: Any) -> ChatFormat:
 
 
 def said(family: Family, calls: Sequence[Call], *, thought: str = "", content: str = "") -> str:
-    """Return the text that a model of the family samples, without its stop token."""
+    """Return the text sampled by a model of the family, without the stop token."""
     text = content + family.syntax(calls)
     if family.thought is None:
         return text
@@ -119,10 +119,10 @@ def said(family: Family, calls: Sequence[Call], *, thought: str = "", content: s
 
 
 class Player:
-    """Plays the ledger in a family's own syntax, from the tokens of the context alone.
+    """Plays the ledger in a family's syntax, using only the tokens of the context.
 
-    Each thought holds a call that would end the episode with reward 0, except in harmony, where a call is a
-    message of its own.
+    Each thought contains a call that would end the episode with reward 0, except in harmony, where a call is
+    a separate message.
     """
 
     def __init__(self, chat: ChatFormat, family: Family) -> None:
@@ -167,14 +167,14 @@ async def session(client: EnvClient) -> ClientSession:
 
 
 def checked(family: Family, session: ClientSession, **settings: Any) -> ChatFormat:
-    """Return the format of a family as a run does before its first step. Raises ConfigError."""
+    """Return the checked format of a family, as before a run's first step. Raises ConfigError."""
     chat = make_chat(family, **settings)
     check_format(chat, task="ledger", opening=session.messages, tools=session.tools)
     return chat
 
 
 async def score(family: Family, client: EnvClient, session: ClientSession, **settings: Any) -> float:
-    """Return the reward of the perfect player. Raises ConfigError where the run is refused."""
+    """Return the reward of the perfect player. Raises ConfigError if the run is rejected."""
     chat = checked(family, session, **settings)
     trajectory = await play(chat, Player(chat, family), client)
     replies = [message.content for turn in trajectory.turns for message in turn.reply]
@@ -195,7 +195,7 @@ async def test_perfect_player_scores_or_run_is_refused(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_refused_family_plays_once_the_refusal_s_advice_is_followed(
+async def test_rejected_family_plays_with_the_suggested_setting(
     name: str, client: EnvClient, session: ClientSession
 ) -> None:
     family = replace(FAMILIES[name], syntax=hermes)
@@ -203,7 +203,7 @@ async def test_refused_family_plays_once_the_refusal_s_advice_is_followed(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_family_stays_refused_with_any_parser(name: str, session: ClientSession) -> None:
+async def test_family_stays_rejected_with_any_parser(name: str, session: ClientSession) -> None:
     for parser in PARSERS:
         with pytest.raises(ConfigError, match=r"does not show the tool|refuses its messages|rejects a tool"):
             checked(FAMILIES[name], session, tool_parser=parser)
@@ -277,7 +277,7 @@ def encoded(chat: ChatFormat, text: str) -> list[int]:
 def parsed(
     chat: ChatFormat, ids: Sequence[int], session: ClientSession, *, turn: int = 1
 ) -> tuple[Message, str | None]:
-    """Return what is sampled after the opening as the actor reads it."""
+    """Return a text sampled after the opening as parsed by the actor."""
     opening = chat.opening(session.messages, session.tools)
     message, thought, _ = chat.parse(ids, turn=turn, tools=session.tools, prompt=opening)
     return message, thought
@@ -302,7 +302,7 @@ def test_nothing_in_an_unclosed_thought_is_a_call(name: str, session: ClientSess
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_thought_is_kept_apart_from_content(name: str, session: ClientSession) -> None:
+def test_thought_is_separate_from_content(name: str, session: ClientSession) -> None:
     family = FAMILIES[name]
     chat = make_chat(family)
     ids = encoded(chat, said(family, [RECORD], thought="Let me see.") + family.end)
@@ -370,7 +370,7 @@ REWRITES = {
     "Apertus": "it opens a turn after results, and takes that back in the next rendering",
     "Command-R7B": "it counts the calls of the whole conversation, the reply those of its turn",
 }
-"""Families whose template writes a result otherwise once the conversation is longer."""
+"""Families with templates that write a result differently in a longer conversation."""
 INEXACT = {
     **REWRITES,
     "GLM-4.5": "it writes an empty thought, which the prompt does not open",
@@ -390,11 +390,11 @@ INEXACT = {
     "Qwen3 without thinking": "as Gemma-4",
     "gpt-oss": "it writes the recipient before the channel",
 }
-"""Families whose template writes a sampled turn in other words; what is sampled stands as it is."""
+"""Families with templates that rewrite a sampled turn. The sampled tokens stay unchanged."""
 
 
 def append_turns(name: str, session: ClientSession) -> Iterator[tuple[str, str, str]]:
-    """Yield after each of two turns the reply, the appended conversation, and the template's rendering."""
+    """Yield the reply, the appended conversation and the template's rendering after each of two turns."""
     family = FAMILIES[name]
     chat = make_chat(family)
     conversation = list(session.messages)
@@ -412,7 +412,7 @@ def append_turns(name: str, session: ClientSession) -> Iterator[tuple[str, str, 
 
 
 @pytest.mark.parametrize("name", [name for name in PLAYED if name not in REWRITES])
-def test_reply_is_what_the_template_writes_after_the_turn(name: str, session: ClientSession) -> None:
+def test_reply_equals_the_templates_text_after_the_turn(name: str, session: ClientSession) -> None:
     for reply, _, whole in append_turns(name, session):
         assert whole.endswith(reply)
 

@@ -1,4 +1,4 @@
-"""``Trainer``: runs from Python, with tiny steps of a random model."""
+"""``Trainer`` from Python, with tiny steps of a random model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a function that makes trainers of one run, ``runs/run-1`` of an empty working directory."""
+    """Return a function that makes trainers of the run ``runs/run-1`` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
     def trainer(*, settings: dict[str, Any] | None = None, **options: Any) -> Trainer:
@@ -66,7 +66,7 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def new_threads() -> NewThreads:
-    """The threads of the package that run now and did not when the test began."""
+    """Return the package's running threads that did not exist at the start of the test."""
     before = set(threading.enumerate())
     return lambda: {
         thread
@@ -76,7 +76,7 @@ def new_threads() -> NewThreads:
 
 
 def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads: NewThreads) -> None:
-    trainer = make(settings={"rollout.group_size": 4})  # some siblings of each step differ in their reward
+    trainer = make(settings={"rollout.group_size": 4})  # some siblings of each step have different rewards
     steps = list(trainer)
     assert [step.number for step in steps] == [1, 2, 3]
     assert all({"reward", "success", "loss_tokens"} <= step.metrics.keys() for step in steps)
@@ -106,11 +106,11 @@ def test_task_of_text_alone_is_trained(make: Make, caplog: pytest.LogCaptureFixt
     assert "tool call" not in caplog.text
 
 
-async def test_trains_inside_a_running_event_loop(make: Make) -> None:
+async def test_trainer_works_inside_a_running_event_loop(make: Make) -> None:
     assert [step.number for step in make(steps=1)] == [1]
 
 
-def test_evaluates_and_saves_before_between_and_after_steps(make: Make, policy: Path) -> None:
+def test_trainer_evaluates_and_saves_before_between_and_after_steps(make: Make, policy: Path) -> None:
     trainer = make(steps=1)
     found = [trainer.evaluate(samples=3)]
     trainer.save("before")
@@ -193,7 +193,7 @@ def test_callbacks_add_metrics_and_stop_the_run(make: Make) -> None:
     assert [evaluation.step for evaluation in evaluations] == [0]
 
 
-def test_failing_callback_ends_the_run_resumable_and_is_named(make: Make) -> None:
+def test_failing_callback_is_named_and_ends_the_run_resumably(make: Make) -> None:
     def divide(step: Step) -> None:
         if step.number == 2:
             raise ZeroDivisionError("nothing to divide")
@@ -203,7 +203,7 @@ def test_failing_callback_ends_the_run_resumable_and_is_named(make: Make) -> Non
     assert [step.number for step in make(resume=True)] == [3]
 
 
-def test_own_functions_of_reward_and_algorithm_are_used(make: Make) -> None:
+def test_custom_functions_of_reward_and_algorithm_are_used(make: Make) -> None:
     seen: list[float] = []
 
     def length(trajectory: Trajectory) -> float:
@@ -235,7 +235,7 @@ def test_clients_and_servers_are_environments_too(make: Make) -> None:
 
 
 class Meeting(Environment):
-    """Two episodes meet, each on a thread of its own."""
+    """Two episodes meet on separate threads."""
 
     max_turns = 1
     barrier = threading.Barrier(2)
@@ -274,7 +274,7 @@ def test_file_and_overrides_make_a_trainer(policy: Path, tmp_path: Path) -> None
     assert from_file(steps=7).config.engine.max_sessions == 2
 
 
-def test_wrong_arguments_are_reported_at_once(make: Make) -> None:
+def test_wrong_arguments_are_reported_immediately(make: Make) -> None:
     with pytest.raises(ConfigError, match="environments holds 3: give Environment classes"):
         make(environments=[3])
     with pytest.raises(ConfigError, match=r"unknown key train\.learning_rat; did you mean learning_rate"):
@@ -328,7 +328,7 @@ def run_script(policy: Path, folder: Path, *launcher: str, **settings: Any) -> s
     return done.stdout
 
 
-def test_script_trains_a_class_of_its_own(policy: Path, tmp_path: Path) -> None:
+def test_script_trains_its_own_class(policy: Path, tmp_path: Path) -> None:
     output = run_script(policy, tmp_path)
     assert [line.split()[:2] for line in output.splitlines()[:2]] == [["step", "1"], ["step", "2"]]
     assert "policy of step 2 on held-out samples\n  speak: success" in output

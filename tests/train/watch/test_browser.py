@@ -11,7 +11,7 @@ from tests.train.watch.test_watch import TOKEN, write_step
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1400, "light")])
-async def test_page_asks_for_the_token_grows_and_shows_tokens(tmp_path: Path, width: int, scheme: str):
+async def test_page_requests_the_token_grows_and_shows_tokens(tmp_path: Path, width: int, scheme: str):
     from playwright.async_api import async_playwright, expect
 
     run = tmp_path / "night"

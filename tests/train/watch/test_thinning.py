@@ -1,4 +1,4 @@
-"""The points of the curves of a long run."""
+"""The points in the curves of a long run."""
 
 import math
 
@@ -14,7 +14,7 @@ def steps(first: int, last: int) -> list[dict]:
     ]
 
 
-def test_short_run_is_drawn_as_it_is():
+def test_short_run_is_drawn_with_every_point():
     thinned = ThinnedSteps(most=4)
     thinned.update(steps(1, 4))
     assert (thinned.size, thinned.means()) == (1, steps(1, 4))
@@ -27,7 +27,7 @@ def test_each_point_is_the_mean_of_equally_many_steps():
     assert points == [(4, 2.5, 2.5), (8, 6.5, 6.5), (12, 10.5, 10.5), (13, 13.0, 13.0)]
 
 
-def test_steps_that_are_appended_give_the_same_points_as_all_at_once():
+def test_appended_steps_give_the_same_points_as_a_single_call():
     whole, growing, run = ThinnedSteps(most=6), ThinnedSteps(most=6), steps(1, 50)
     for end in range(1, 51):
         growing.update(run[:end])

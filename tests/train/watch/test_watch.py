@@ -1,4 +1,4 @@
-"""The live page over HTTP, on a run folder that is written meanwhile."""
+"""The live page over HTTP for a run folder that is still being written."""
 
 import gzip
 import json
@@ -115,7 +115,7 @@ def test_text_of_models_is_escaped_and_scripts_are_forbidden(
     assert "default-src 'none'; script-src 'self'" in page.get("/").headers["content-security-policy"]
 
 
-def test_only_the_token_opens_the_data(tmp_path: Path, client: Callable[..., TestClient]):
+def test_data_requires_the_token(tmp_path: Path, client: Callable[..., TestClient]):
     write_step(tmp_path, 1)
     page = client(tmp_path, token=TOKEN)
     assert page.get("/").status_code == 200
@@ -126,7 +126,7 @@ def test_only_the_token_opens_the_data(tmp_path: Path, client: Callable[..., Tes
 
 
 @pytest.mark.parametrize("key", ["", "[]", '["../../secret", 0, 0]', '["step_000001.jsonl", 99, 0]'])
-def test_keys_reach_no_other_file(tmp_path: Path, client: Callable[..., TestClient], key: str):
+def test_keys_cannot_reach_other_files(tmp_path: Path, client: Callable[..., TestClient], key: str):
     write_step(tmp_path, 1)
     answer = client(tmp_path).get("/data/episode", params={"key": key})
     assert answer.status_code == 422 or "no longer on disk" in answer.text
@@ -148,7 +148,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path):
         create_app([tmp_path])
 
 
-def test_line_is_read_once_it_is_complete_and_again_after_a_resume(tmp_path: Path):
+def test_line_is_read_when_complete_and_again_after_a_resume(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     file = GrowingFile(path)
     path.write_text('{"step": 1}\n{"step": ')
@@ -182,7 +182,7 @@ KB = 1000
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 10,000 steps on three tasks, with 100 episodes in each of the last 1,000."""
+    """Write 10,000 steps on three tasks, with 100 episodes in each of the last 1,000 steps."""
     folder = tmp_path_factory.mktemp("long")
     (folder / "config.toml").write_text(f"[run]\nsteps = {LONG}\n")
     names = [name for curve in CURVES for name in curve.names]
