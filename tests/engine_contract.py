@@ -174,7 +174,7 @@ class EngineContract:
     @pytest.mark.parametrize(
         "limits", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}]
     )
-    async def test_logprobs_of_truncated_sampling_are_those_of_the_kept_tokens(
+    async def test_logprobs_of_truncated_sampling_are_renormalized_over_the_kept_tokens(
         self, subject: Subject, limits: dict[str, float]
     ) -> None:
         context = prompt(4)

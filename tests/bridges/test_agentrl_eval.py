@@ -33,7 +33,7 @@ class Capitals(Environment):
 
     @tool
     def say(self, city: str):
-        """Say a city."""
+        """Answer with a city."""
         return Done("So it is.", reward=0.25 if city == self.city else -1.0)
 
 

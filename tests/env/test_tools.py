@@ -537,7 +537,7 @@ def test_done_is_a_reply():
         Done("x", 0.5)
 
 
-def test_tool_error_is_public():
+def test_tool_error_is_a_public_name():
     assert str(ToolError("a")) == "a"
 
 

@@ -1,4 +1,4 @@
-"""A server on a thread, for tests without an event loop of their own."""
+"""A server on a thread, for tests without their own event loop."""
 
 from contextlib import contextmanager
 

@@ -31,7 +31,7 @@ USER = 65534
 """An ordinary user without its own cgroups."""
 MEMORY_MB = int(Shell.limits["memory"].rstrip("m"))  # type: ignore[attr-defined]
 SLACK = 1.5
-"""Factor by which a limit may be exceeded before it counts."""
+"""Factor by which a limit can be exceeded before it counts."""
 LEFT = "987654.3"
 """Argument that identifies processes that were left behind."""
 FOLDERS = (

@@ -150,7 +150,7 @@ class Trap(Environment):
 
     @tool
     def exit(self, code: int = 3):
-        """End the process at once."""
+        """Exit the process immediately."""
         os._exit(code)
 
     @tool
@@ -188,14 +188,14 @@ class Trap(Environment):
 
     @tool
     def fail(self, name: str = "SystemExit"):
-        """Raise an exception that is no Exception."""
+        """Raise an exception that is not an Exception."""
         kinds = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit, "Leak": Leak}
         kinds |= {"GeneratorExit": GeneratorExit, "CancelledError": asyncio.CancelledError}
         raise kinds.get(name, Leak)(ON_PURPOSE)
 
     @tool
     def call_me(self):
-        """Return an answer that is no text."""
+        """Return an answer that is not text."""
         return {"surprise": object()}
 
     def snapshot(self):

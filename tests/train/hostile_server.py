@@ -37,7 +37,7 @@ def put(path: str, value: Any) -> Break:
 
 
 def say(body: Any) -> Break:
-    """Return a change that replaces the answer."""
+    """Return a change that replaces the whole answer."""
     return lambda answer: body
 
 

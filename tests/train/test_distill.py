@@ -44,7 +44,7 @@ def test_expected_gradient_has_the_published_values() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=2, max_size=6))
-def test_expected_gradient_is_that_of_the_reverse_kl(pairs: list[tuple[float, float]]) -> None:
+def test_expected_gradient_matches_the_reverse_kl(pairs: list[tuple[float, float]]) -> None:
     start, other = torch.tensor(pairs, dtype=torch.float64).T
     teacher = other.softmax(-1)
     logits = start.clone().requires_grad_()

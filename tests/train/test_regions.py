@@ -187,7 +187,7 @@ def test_gradients_match_finite_differences(ratio: str, region: str, corrected: 
     assert torch.autograd.gradcheck(total, (given.logprobs,))
 
 
-def test_gradient_of_capped_and_of_gspo_token_losses_is_that_of_a_frozen_ratio() -> None:
+def test_gradient_of_capped_and_gspo_token_losses_matches_a_frozen_ratio() -> None:
     given = six(5, by_sequence=False)
     ratios = (given.logprobs - given.behaviour).detach()
     frozen = ratios.exp().clamp(0.0, 5.0)

@@ -302,7 +302,7 @@ def test_unreadable_call_leaves_its_neighbour_readable(family: str, good: str, b
         ('{"name": "", "arguments": {}}', ParsedCall("", '{"name": "", "arguments": {}}')),
     ],
 )
-def test_json_calls_come_in_variants(text: str, expected: ParsedCall) -> None:
+def test_variants_of_json_calls_parse(text: str, expected: ParsedCall) -> None:
     assert PARSERS["hermes"].parse(f"<tool_call>\n{text}\n</tool_call>").calls == (expected,)
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("agentrl_env")
 MAX_BYTES = 100 * 1024 * 1024
 """Maximum size of a message, the same as in AgentRL's peers."""
 RECONNECT_S = 15.0
-"""Seconds that a call waits for a worker's stream. Workers reconnect after 1 s and beat every 8 s."""
+"""Seconds that a call waits for a worker's stream. Workers reconnect after 1 s. Heartbeats are 8 s apart."""
 _REQUEST = 1
 _Field = descriptor_pb2.FieldDescriptorProto
 _METHOD = "WorkerStream"

@@ -496,7 +496,7 @@ def _choice(start: _Start, split: SplitInfo) -> dict[str, Any]:
 
 
 def _begun(own: SessionInfo, start: _Start) -> SessionInfo:
-    """Return the session of an agent token, if ``start`` may start it. Raises Forbidden."""
+    """Return the session of an agent token if ``start`` can start it. Raises Forbidden."""
     if start.name not in (own.task, f"{own.task}-{own.sample.split}"):
         raise Forbidden(f"this agent token belongs to a session of the task {own.task}")
     if start.index not in (CUSTOM, own.sample.index) or start.custom_task or start.seed is not None:

@@ -209,7 +209,7 @@ async def secured():
         await server.stop()
 
 
-async def test_token_is_accepted_as_the_password_of_basic_authentication_at_api_only():
+async def test_token_is_accepted_as_the_password_of_basic_authentication_only_at_api():
     async with secured() as server:
         client = Client(server.url, auth=("any", TOKEN))
         async with client.http as http:

@@ -102,7 +102,7 @@ async def test_list_of_sessions_omits_a_silent_member():
             assert "evil" in members(site)
 
 
-async def test_slow_calls_of_a_member_that_answers_are_waited_for():
+async def test_controller_waits_for_slow_calls_of_a_responsive_member():
     def answer(call):
         return result(call, "{}") if call["call"] == "fleet" else None
 

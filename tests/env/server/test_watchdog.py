@@ -54,7 +54,7 @@ class Sticks(Environment):
 
     @tool(timeout=3600)
     async def compute(self, seconds: float):
-        """Use so much CPU time on the event loop, where another process takes ten times as much."""
+        """Use this much CPU time on the event loop while another process uses ten times as much."""
         processor = {min(os.sched_getaffinity(0))}
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:  # noqa: ASYNC220
             try:

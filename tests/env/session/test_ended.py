@@ -105,7 +105,7 @@ class Asynchronous(Large):
 
 
 class Unprepared(Large):
-    """Fails at once."""
+    """Fails immediately."""
 
     def reset(self, sample, rng):
         super().reset(sample, rng)

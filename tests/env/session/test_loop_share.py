@@ -137,7 +137,7 @@ async def test_loop_time_of_a_message_is_a_limit_of_the_server(others):
 
 
 class Hangs(Slow):
-    """Calls that never return, beside calls on the event loop."""
+    """Calls that never return, in addition to calls on the event loop."""
 
     @tool(timeout=0.05)
     def hang(self):

@@ -290,7 +290,7 @@ class Hangs(Slow):
 
     @tool(timeout=0.1)
     def hang(self):
-        """Wait on a thread for longer than any session may."""
+        """Wait on a thread for longer than any session can."""
         self.blocker.wait(60)
 
 

@@ -111,7 +111,7 @@ def test_leak_that_random_calls_find_is_named_with_its_call():
     assert found.best_unskilled().best == 1.0
 
 
-def test_reward_of_a_repeated_call_above_that_of_the_expert_is_found():
+def test_repeated_call_with_more_reward_than_the_expert_is_found():
     class Farm(Sums):
         max_turns = 10
 

@@ -212,7 +212,7 @@ def test_gradient_of_pairs_matches_finite_differences(values, seed: int, beta: f
 def test_pair_of_equal_scores_has_the_loss_of_a_coin_and_draws_both_equally() -> None:
     loss, gradient = dpo(np.zeros(2), [(1, 0)], sizes=np.array([4, 2]), beta=0.5, likelihood=0.01)
     assert loss == pytest.approx(np.log(2))
-    assert gradient == pytest.approx([0.25, -0.25 - 0.01 / 2])  # the likelihood is that of a token
+    assert gradient == pytest.approx([0.25, -0.25 - 0.01 / 2])  # the likelihood of a single token
 
 
 @given(scores, st.integers(0, 100))

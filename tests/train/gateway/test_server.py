@@ -368,7 +368,7 @@ async def test_call_truncated_by_the_full_context_is_not_invalid(limit: int | No
     assert (turn.completion.finish_reason, turn.invalid_calls) == ("length", invalid)
 
 
-async def test_posted_rewards_are_those_of_the_turns() -> None:
+async def test_posted_rewards_belong_to_their_turns() -> None:
     async with opened() as (client, session, _):
         early = await client.post("/reward", json={"reward": 1.0})
         assert (early.status_code, early.json()["error"]["param"]) == (400, "reward")

@@ -209,7 +209,7 @@ def test_model_merged_with_itself_is_itself(tmp_path, models, method):
     assert all(torch.allclose(v, expected[name], atol=1.1e-5) for name, v in state(output).items())
 
 
-def test_ratios_of_ram_plus_are_those_of_the_whole_model(tmp_path):
+def test_ratios_of_ram_plus_are_computed_over_the_whole_model(tmp_path):
     folders = []
     rows = (("base", [0, 0, 0, 0], [0, 0]), ("one", [1, 1, 1, 1], [1, 1]), ("two", [1, 0, 0, 0], [1, 1]))
     for name, a, b in rows:

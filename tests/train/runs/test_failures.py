@@ -57,7 +57,7 @@ def test_run_is_rejected_if_the_template_hides_the_tools_and_its_advice_helps(tm
 
 
 @pytest.mark.extended
-def test_base_model_without_a_chat_template_is_trained_with_one_of_the_settings(tmp_path: Path) -> None:
+def test_base_model_without_a_chat_template_is_trained_with_a_configured_template(tmp_path: Path) -> None:
     config, run = write_config(tmp_path), tmp_path / "again"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template, tokenizer.eos_token = (

@@ -78,7 +78,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("degrees", "quantile"), [(1, 12.7062), (4, 2.7764), (20, 2.0860), (30, 2.0423), (120, 1.9799)]
 )
-def test_quantiles_are_those_of_students_t(degrees: int, quantile: float) -> None:
+def test_quantiles_match_students_t(degrees: int, quantile: float) -> None:
     assert t_quantile(degrees) == pytest.approx(quantile, abs=1e-4)
 
 
@@ -121,7 +121,7 @@ def test_runs_that_agree_count_as_one_trial_each() -> None:
 @pytest.mark.parametrize(
     ("t", "degrees", "p"), [(12.7062, 1, 0.05), (4.6041, 4, 0.01), (3.2498, 9, 0.01), (0.7, 9, 0.5016)]
 )
-def test_p_values_are_those_of_students_t(t: float, degrees: int, p: float) -> None:
+def test_p_values_match_students_t(t: float, degrees: int, p: float) -> None:
     assert t_tails(t, degrees) == t_tails(-t, degrees) == pytest.approx(p, abs=1e-4)
 
 

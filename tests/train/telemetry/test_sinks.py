@@ -146,7 +146,7 @@ def test_wandb_writes_all_values_to_run_folder(tmp_path: Path) -> None:
         ("reward/shop", "reward/shop"),
     ],
 )
-def test_metrics_have_a_group_in_front(name: str, shown: str) -> None:
+def test_metric_names_start_with_a_group(name: str, shown: str) -> None:
     assert grouped(name) == shown
 
 

@@ -34,7 +34,7 @@ def test_recorded_episode_has_the_advantage_that_each_token_was_trained_with(tmp
     assert tokens[0]["turns"][0]["versions"] == [3, 3, 4]
 
 
-def test_advantages_of_segments_are_those_of_their_turns():
+def test_segments_have_the_advantages_of_their_turns():
     one = make_trajectory()
     turns = [one.turns[0], replace(one.turns[0], segment=1), one.turns[0]]
     child = Segment(parent=0, after_turn=0, reason="sub_agent")

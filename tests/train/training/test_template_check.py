@@ -249,7 +249,7 @@ def test_settings_of_the_model_reach_the_format(tmp_path: Path) -> None:
     assert (message.content, message.tool_calls, thought) == (None, None, "just a thought")
 
 
-def test_stop_that_is_not_one_token_is_refused() -> None:
+def test_stop_text_of_several_tokens_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.stop: 'END' is not one token"):
         format_of(CHAT_TEMPLATE, stop=["END"])
 
