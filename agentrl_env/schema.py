@@ -129,7 +129,7 @@ class Arguments:
                 )
 
     def _refusal(self, name: str, arguments: str | dict[str, Any]) -> str:
-        """Return the reason why an argument is refused, or "". Other arguments can be missing."""
+        """Return the reason to reject an argument, or "". Other arguments can be missing."""
         validator = self._adapter.validator
         try:
             if isinstance(arguments, str):

@@ -35,7 +35,8 @@ Normalization = Literal["task", "task_exact", "batch", "none"]
 
 RESOLUTION = 1e-5
 """Differences below this share of a group's rewards, or of the mean of its task, are treated as rounding
-errors. A float32 resolves 6e-8 of a value. A sum of many values or the score of a model is less exact."""
+errors. A float32 resolves 6e-8 of a value. A sum of many values or the score of a model is less exact.
+"""
 
 TRUNCATED = (EpisodeEnd.TRUNCATED_TURNS, EpisodeEnd.TRUNCATED_TIME, EpisodeEnd.TRUNCATED_LENGTH)
 EVERY_TURN, NO_TURN = slice(None), slice(0)
@@ -65,7 +66,7 @@ class Comparison:
     trajectories: Sequence[int]
     """Numbers of the n trajectories in their group."""
     turns: Sequence[slice | int]
-    """Turns of each of the n trajectories to which the advantage is added."""
+    """Turns of each of the n trajectories that receive the advantage."""
     weight: float = 1.0
     """Factor of the advantage."""
 

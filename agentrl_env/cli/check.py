@@ -84,9 +84,9 @@ class CheckSettings:
 
 @settings_as_options
 def check(context: typer.Context, settings: CheckSettings) -> None:
-    """Check that environments meet the contract; the exit code is 1 if a check fails.
+    """Check that environments meet the contract. The exit code is 1 if a check fails.
 
-    With --quality it is 1 if a task cannot be measured, whatever the figures are.
+    With --quality the exit code is 1 only if a task cannot be measured. The figures do not affect it.
     """
     with uncollected_imports():
         from agentrl_env.evaluation.chat_model import ChatModel

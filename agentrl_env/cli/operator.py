@@ -44,8 +44,8 @@ class ServeSettings(options.ProcessOptions):
         bool,
         listening_option(
             "--reload/--no-reload",
-            help="Restart the server, without its open sessions, when a Python file of a target's folder "
-            "changes; for authors.",
+            help="Restart the server, without its open sessions, when a Python file in a target's folder "
+            "changes. For development.",
         ),
     ] = False
     stop_with_stdin: Annotated[
@@ -87,9 +87,9 @@ class ServeSettings(options.ProcessOptions):
         list[str] | None,
         fleet_option(
             metavar="URL",
-            help="Connect to this controller. The output of controller --print-link-token is enough as "
-            "the token. Repeat it for each controller of the fleet. With --host none the server is "
-            "reachable only through its controllers.",
+            help="Connect to this controller. Its link token (controller --print-link-token) "
+            "suffices as the token. Repeat the option for each controller of the fleet. With --host none "
+            "the server is reachable only through its controllers.",
         ),
     ] = None
     resume: Annotated[

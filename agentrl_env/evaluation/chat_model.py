@@ -310,7 +310,7 @@ def _sendable(function: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form, which some endpoints do not follow exactly."""
+    """Convert a tool call of an endpoint to OpenAI's exact format."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):

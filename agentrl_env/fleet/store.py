@@ -121,7 +121,7 @@ class MemoryStore:
         """Do nothing, because there is no other controller."""
 
     async def revoked_tokens(self, now: float) -> dict[str, tuple[str, float]]:
-        """Return nothing."""
+        """Return an empty dict, because there is no other controller."""
         return {}
 
     async def report_alive(self, server_id: str) -> None:

@@ -88,7 +88,7 @@ class RunConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Return the warm-up of the learning rate in steps, which is shorter than the run."""
+        """Return the number of warm-up steps, at most one less than the steps of the run."""
         return min(self.train.warmup_steps, self.run.steps - 1)
 
     @property

@@ -209,11 +209,11 @@ class TorchEngine:
         self._between_steps(self._fall_asleep, doing="fall asleep")
 
     def wake(self) -> None:
-        """Reclaim the device; raises like ``sleep``. Idempotent."""
+        """Reclaim the device. Idempotent. Raises the errors of ``sleep``."""
         self._between_steps(self._wake_up, doing="wake up")
 
     def ping(self) -> None:
-        """Return after the current step; raises like ``sleep``."""
+        """Return after the current step. Raises the errors of ``sleep``."""
         self._between_steps(lambda: None, doing="end a step")
 
     @property

@@ -39,7 +39,7 @@ def files(data: str, taken: Collection[str]) -> dict[str, Path]:
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
     paths = [file for file in inside if file.is_file() and (file == path or file.suffix in SUFFIXES)]
     if data and not paths:
-        raise DefinitionError(f"DBBENCH_DATA names {data}, which is no file, or a folder without any")
+        raise DefinitionError(f"DBBENCH_DATA={data} is neither a data file nor a folder with data files")
     found: dict[str, Path] = {}
     for file in paths if data else ():
         name = f"official-{file.stem}" if file.stem in taken else file.stem

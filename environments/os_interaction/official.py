@@ -44,7 +44,9 @@ def files(data: str, taken: Collection[str] = ()) -> dict[str, Path]:
         paths = sorted(path for path in root.rglob("*.json*") if path.suffix in (".json", ".jsonl"))
     paths = [path for path in paths if path.is_file()] if data else []
     if data and not paths:
-        raise DefinitionError(f"OS_INTERACTION_DATA names {data}, which is no file, or a folder without any")
+        raise DefinitionError(
+            f"OS_INTERACTION_DATA={data} is neither a data file nor a folder with data files"
+        )
     found: dict[str, Path] = {}
     for path in paths:
         name = "-".join(path.relative_to(root).with_suffix("").parts)

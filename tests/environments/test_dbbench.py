@@ -310,7 +310,7 @@ def test_broken_file_does_not_affect_the_others(tmp_path):
     assert official.read(tmp_path / "missing") == ([], ["missing cannot be read: No such file or directory"])
     for data in (tmp_path / "missing.jsonl", tmp_path / "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(DefinitionError, match="DBBENCH_DATA names"):
+        with pytest.raises(DefinitionError, match="DBBENCH_DATA="):
             official.files(str(data), taken=())
 
 

@@ -475,7 +475,7 @@ def test_broken_file_does_not_affect_the_others(tmp_path):
     assert official.read(tmp_path / "missing.json")[1] == [
         "missing.json cannot be read: No such file or directory"
     ]
-    with pytest.raises(DefinitionError, match="OS_INTERACTION_DATA names"):
+    with pytest.raises(DefinitionError, match="OS_INTERACTION_DATA="):
         official.files(str(tmp_path / "missing.json"))
 
 
