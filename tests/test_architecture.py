@@ -208,7 +208,7 @@ def lazy():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_module_names_modules_of_lower_layers_only(name: str) -> None:
+def test_every_module_refers_only_to_lower_layers(name: str) -> None:
     upward = []
     for path in package(name):
         module = module_name(path)
@@ -257,12 +257,12 @@ def test_agentrl_env_imports_neither_the_trainer_nor_torch() -> None:
     assert {relative(p): found for p in package("agentrl_env") if (found := reaches(p, *names))} == {}
 
 
-def test_tasks_import_agentrl_env_only() -> None:
+def test_tasks_import_only_agentrl_env() -> None:
     names = ("agentrl_train", "torch", "tests")
     assert {relative(p): found for p in TASKS if (found := reaches(p, *names))} == {}
 
 
-def test_vllm_is_imported_under_engine_only() -> None:
+def test_vllm_is_imported_only_under_engine() -> None:
     others = [path for path in SOURCES + EXAMPLES if "engine" not in path.parts]
     assert {relative(p): found for p in others if (found := reaches(p, "vllm"))} == {}
 

@@ -122,7 +122,7 @@ def test_wheels_contain_the_packages_and_no_tests(wheels):
 
 
 @pytest.mark.slow
-def test_commands_work_from_the_wheels_alone(wheels, tmp_path):
+def test_commands_work_with_only_the_wheels(wheels, tmp_path):
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)

@@ -87,7 +87,7 @@ def test_negative_index_is_rejected_in_an_endless_split():
         ENDLESS.sample("train", -1)
 
 
-def test_unknown_split_is_rejected_with_the_known_ones():
+def test_unknown_split_is_rejected_with_the_known_splits():
     with pytest.raises(UnknownSample, match="it has: train, test, empty"):
         FINITE.sample("dev", 1)
 

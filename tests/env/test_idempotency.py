@@ -94,7 +94,7 @@ async def test_seq_with_another_message_is_a_conflict(client):
     assert await client.backend.step(session.session_id, 1, NOTE) == first
 
 
-async def test_conflict_of_a_batch_concerns_its_item_only(client):
+async def test_conflict_in_a_batch_affects_only_its_item(client):
     sessions = [await client.open("quick") for _ in range(2)]
     for session in sessions:
         await session.step(NOTE)
@@ -110,7 +110,7 @@ async def test_conflict_of_a_batch_concerns_its_item_only(client):
         assert answer.results[1].seq == 1
 
 
-async def test_conflict_of_a_batch_of_openings_concerns_its_item_only(client):
+async def test_conflict_in_a_batch_of_openings_affects_only_its_item(client):
     first = await client.backend.call(OPEN, opening("a"))
     conflict, same = await client.open_batch([opening("a", index=2), opening("a")])
     assert isinstance(conflict, IdempotencyConflict)

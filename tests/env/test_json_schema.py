@@ -91,7 +91,7 @@ def test_dialect_is_the_declared_one_or_one_that_permits_the_schema(schema, righ
 TREE = {"type": "object", "properties": {"left": {"$ref": "#/$defs/t"}, "right": {"$ref": "#/$defs/t"}}}
 
 
-def test_recursive_schema_is_shown_as_it_is_and_checked_at_every_depth():
+def test_recursive_schema_is_shown_unchanged_and_checked_at_every_depth():
     schema = {"properties": {"tree": {"$ref": "#/$defs/t"}}, "$defs": {"t": TREE}}
     shown = SchemaArguments(schema, "").schema
     assert {key: shown[key] for key in schema} == schema

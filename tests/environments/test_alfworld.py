@@ -141,7 +141,7 @@ async def test_fork_continues_in_its_own_process(client):
 
 
 @pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGKILL])
-async def test_crash_of_the_engine_fails_its_own_session_alone(client, how):
+async def test_crash_of_the_engine_fails_only_its_session(client, how):
     await wait_for_children(0) if ALFWORLD.engine.process else None
     victim = await client.open("alfworld", split="test", index=0)
     (child,) = children(ALFWORLD.engine.process.pid)

@@ -234,7 +234,7 @@ def changed(path="", **fields):
         (changed(label=None, sql='{"query": "SELECT COUNT(*) FROM t"}'), ["2"]),
     ],
 )
-async def test_dirty_records_of_a_file_are_played_by_the_expert_and_won_by_their_answer_alone(
+async def test_dirty_records_of_a_file_are_played_by_the_expert_and_solved_only_by_their_answer(
     record, answers, tmp_path, monkeypatch
 ):
     path = tmp_path / "dirty.jsonl"

@@ -52,7 +52,7 @@ async def test_expert_reaches_the_proven_chance_on_sixty_slippery_lakes(client, 
 
 
 def test_chance_of_the_best_policy_matches_enumeration_of_all_policies():
-    """On a lake of four cells with two moves, no policy does better than the value."""
+    """On a lake of four cells with two moves, no policy exceeds the computed value."""
     lake, moves = "SF\nFG", 2
     chances = lakes.engine(lake, True).P
 
@@ -105,7 +105,7 @@ async def test_same_seed_gives_the_same_transcript_and_another_slips_elsewhere(c
     assert (await played(3))[1:] != (await played(4))[1:]
 
 
-async def test_hole_ends_the_episode_without_a_reward_and_the_goal_with_one(client):
+async def test_hole_ends_the_episode_without_a_reward_and_the_goal_with_a_reward(client):
     fallen = await (await client.open("frozenlake", sample=SMALL)).step(move("down"))
     assert (fallen.terminated, fallen.reward) == (True, 0.0)
     session = await client.open("frozenlake", sample=SMALL)

@@ -129,7 +129,7 @@ def test_questions_name_the_university_and_repeat_no_relation():
     assert repeated >= 10
 
 
-def test_questions_and_the_world_depend_on_the_seed_alone():
+def test_questions_and_the_world_depend_only_on_the_seed():
     again = world.World()
     assert again.names == world.world().names
     assert again.edges == world.world().edges

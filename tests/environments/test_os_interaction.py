@@ -60,7 +60,7 @@ def of_family(family):
 
 
 @pytest.mark.parametrize(("level", "family"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
-def test_gold_solves_and_doing_nothing_does_not(start, level, family):
+def test_gold_solution_succeeds_and_doing_nothing_fails(start, level, family):
     which = of_family(family)
     environment = start(**which)
     gold = environment.expert(None).tool_calls[0]
@@ -404,7 +404,7 @@ def test_su_without_a_command_lasts_until_exit(root):
     assert bash(root, "echo $USER; pwd") == "root\n/root"
 
 
-def test_machine_looks_like_a_normal_one(root):
+def test_machine_looks_like_a_normal_machine(root):
     assert bash(root, "ls -A /home /dev/shm") == "/dev/shm:\n\n/home:\njack"
     assert bash(root, "echo 1 > /var/log/x.conf; find / -name x.conf 2>/dev/null; true") == "/var/log/x.conf"
 

@@ -149,7 +149,7 @@ async def test_fork_has_its_own_process(client):
     assert (await play(fork))[2]["success"] == (await play(session))[2]["success"] == 1.0
 
 
-async def test_death_of_java_fails_its_own_session_alone_and_leaves_no_process(client):
+async def test_death_of_java_fails_only_its_session_and_leaves_no_process(client):
     SCIENCEWORLD.simulators.close()
     assert java_processes() == set()
     victim = await client.open("scienceworld", sample=ANIMAL)

@@ -87,7 +87,7 @@ def test_splits_have_a_thousand_different_questions_and_share_none(level):
     assert not asked["validation"] & asked["train"]
 
 
-def test_world_and_pages_depend_on_the_seed_alone():
+def test_world_and_pages_depend_only_on_the_seed():
     again = world.World()
     assert again.things == world.world().things
     assert again.facts == world.world().facts

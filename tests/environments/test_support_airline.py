@@ -291,7 +291,7 @@ def test_booking_can_be_cancelled_in_the_cases_of_the_policy_and_in_no_other():
     assert not can(fare="flex", flown=True)
 
 
-def test_days_that_customers_are_told_follow_from_the_booking():
+def test_days_stated_to_customers_follow_from_the_booking():
     _, booking, _ = desk_with()
     assert rules.last_free_day(booking) == "2026-06-15"
     assert rules.last_bag_day(booking) == "2026-06-17"

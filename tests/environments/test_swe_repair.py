@@ -212,7 +212,7 @@ def test_doing_nothing_and_half_a_repair_earn_nothing(start):
         assert 0.0 < done.metrics["tests_passed"] < 1.0
 
 
-def test_other_repairs_pass_too(start):
+def test_other_correct_repairs_also_pass(start):
     environment = start(level=2)
     repair(environment)
     environment.bash(

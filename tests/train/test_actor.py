@@ -89,7 +89,7 @@ def test_horizon_increases_in_stages() -> None:
     assert turn_limit(rollout, "a", version=None) is None
 
 
-async def test_horizon_limits_the_turns_of_training_episodes_only(client: EnvClient) -> None:
+async def test_horizon_limits_only_the_turns_of_training_episodes(client: EnvClient) -> None:
     engine = ScriptedEngine(CHAT, always(DOWN))
     actor = make_actor(engine, client, horizon={"turns": (2, 3), "steps": 5})
     first, _ = await actor.group(EPISODE, size=1, group_id=0, admitted_version=4)

@@ -279,7 +279,7 @@ def test_groups_of_largest_spread_are_kept_in_each_task() -> None:
     assert sum(one[0] is not None for one in kept) == 2
 
 
-def test_truncated_episodes_count_in_the_baseline_only() -> None:
+def test_truncated_episodes_count_only_in_the_baseline() -> None:
     cut = episode([0.0], name="1", end=EpisodeEnd.TRUNCATED_LENGTH)
     one = group(episode([1.0], name="0"), cut, episode([1.0], name="2"))
     (found,) = plain([one], leave_out=[truncated], scale=unscaled)

@@ -95,7 +95,7 @@ def test_engine_and_learner_of_an_asynchronous_run_share_threads(
     assert (engine is learner) == is_shared
 
 
-def test_unset_number_of_threads_is_left_alone() -> None:
+def test_unset_number_of_threads_is_unchanged() -> None:
     torch.set_num_threads(3)
     with Threads().working():
         assert torch.get_num_threads() == 3

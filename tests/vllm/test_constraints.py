@@ -38,7 +38,7 @@ def renormalized(token_ids: list[int], *, seed: int, temperature: float) -> list
     return scores.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-def test_constraints_hold_on_vllm_with_exact_logprobs_and_fail_alone(
+def test_constraints_hold_on_vllm_with_exact_logprobs_and_fail_separately(
     start_engine: Callable[..., EnginePool], tmp_path: Path
 ) -> None:
     contract_model(0).save_pretrained(tmp_path)

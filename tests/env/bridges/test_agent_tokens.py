@@ -134,7 +134,7 @@ async def test_openenv_agent_reaches_no_other_task_problem_or_player(site):
         assert (await ask("state"))[1]["code"] == "SESSION_ERROR"
 
 
-async def test_agentrl_calls_with_an_agent_token_play_its_session_alone(site):
+async def test_agentrl_calls_with_an_agent_token_play_only_its_session(site):
     server, operator = site
     session, other = await operator.open("quick", index=4), await operator.open("quick", index=5)
     async with httpx.AsyncClient(base_url=f"{server.url}/api/", auth=("any", session.agent_token)) as http:

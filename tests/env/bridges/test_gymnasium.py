@@ -236,7 +236,7 @@ def test_success_follows_the_reward_threshold_or_the_last_reward():
     assert all(wins)
 
 
-async def test_failure_of_an_environment_ends_its_session_alone():
+async def test_failure_of_an_environment_ends_only_its_session():
     class Faulty(GymnasiumTask):
         env_id = f"{TOY}:Faulty-v0"
         tool_timeout = 0.5

@@ -158,7 +158,7 @@ def test_tool_that_cannot_be_served_is_omitted_with_the_reason_and_the_others_ar
         assert words in caplog.text
 
 
-async def test_schema_of_a_server_is_shown_as_it_is_and_calls_are_checked_with_it(odd):
+async def test_schema_of_a_server_is_shown_unchanged_and_validates_calls(odd):
     specs = {spec.function.name: spec.function.parameters for spec in odd.tool_specs()}
     assert specs["echo"] == odd_server.ECHO
     async with EnvClient.local(odd) as client, await client.open() as session:

@@ -51,7 +51,7 @@ async def test_turn_limit_is_done_and_truncated(serving):
         assert (result.metadata["terminated"], result.metadata["truncated"]) == (False, True)
 
 
-async def test_generic_client_sends_whole_messages_too(serving):
+async def test_generic_client_can_send_whole_messages(serving):
     server = await serving(Quick)
     calls = [
         {"id": str(n), "type": "function", "function": {"name": "note", "arguments": '{"text": "a"}'}}

@@ -85,7 +85,7 @@ def test_tool_with_a_name_that_trl_reserves_is_rejected():
         Clash.trl()
 
 
-async def test_server_by_url_is_an_environment_too(serving):
+async def test_server_url_can_be_an_environment(serving):
     import asyncio
 
     server = await serving(Guess, max_sessions=1)

@@ -448,7 +448,7 @@ def test_play_combines_expert_and_do(cli):
     assert "success, reward 1" in out
 
 
-def test_play_with_expert_fails_without_one(cli):
+def test_play_with_expert_fails_if_the_task_has_no_expert(cli):
     code, out, err = cli("play", f"{HERE}:Polite", "--expert")
     assert code == 1
     assert "task 'polite' offers no expert: define expert(rng)" in one_line(err)

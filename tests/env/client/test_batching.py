@@ -151,14 +151,14 @@ async def test_failed_request_fails_all_its_items_and_no_later_ones(server, batc
     assert (await batcher.step("a", 1, HELLO)).session_id == "a"
 
 
-async def test_pending_step_is_requested_again_alone(server, batcher):
+async def test_pending_step_is_repeated_in_its_own_request(server, batcher):
     server.pending = {"b"}
     answers = await step_all(batcher, "ab")
     assert [answer.session_id for answer in answers] == ["a", "b"]
     assert server.alone == ["b"]
 
 
-async def test_slow_session_is_sent_alone_until_it_is_fast_again(server, batcher):
+async def test_steps_of_a_slow_session_are_sent_separately_until_it_is_fast_again(server, batcher):
     server.pending, server.seconds_alone = {"slow"}, 3.0
     await step_all(batcher, ["slow", "a", "b"])
     await batcher.step("slow", 2, HELLO)

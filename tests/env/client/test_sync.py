@@ -64,7 +64,7 @@ def test_works_inside_a_running_event_loop(client):
     assert asyncio.run(notebook_cell()).terminated
 
 
-def test_session_has_the_attributes_of_the_async_one(client):
+def test_session_has_the_attributes_of_the_async_session(client):
     with client.open("quick", index=3) as session:
         assert session.messages[0] == Message(role="system", content="Be quick.")
         assert (session.sample.index, session.tools) == (3, Quick.tool_specs())

@@ -523,7 +523,7 @@ async def test_library_evaluates_a_python_function(tmp_path):
     assert "3 more are in episodes.jsonl" in (tmp_path / "page.html").read_text()
 
 
-async def test_evaluation_is_equal_when_it_is_repeated(tmp_path):
+async def test_repeated_evaluation_gives_equal_results(tmp_path):
     settings = EvaluationSettings(task="sums", split="test", model="small", indices=(3, 9), attempts=2)
     found = []
     with ChatServer(play_sums) as server:

@@ -123,7 +123,7 @@ def records(store):
     return Records(store)
 
 
-async def test_checkpoints_are_kept_for_the_holder_only(records):
+async def test_checkpoints_are_kept_only_for_the_holder(records):
     assert await records.find("a.1") is None
     assert await records.keep("a", checkpoint("a.1", 1, b"one"))
     assert await records.keep("a", checkpoint("a.1", 2, b"two"))

@@ -130,7 +130,7 @@ async def test_failed_reset_leaves_nothing(server, client):
     until(lambda: not below(server.pid) and not groups(server.pid))
 
 
-async def test_dead_sandbox_fails_its_session_alone(server, client):
+async def test_dead_sandbox_fails_only_its_session(server, client):
     session, other = await client.open("shell"), await client.open("shell")
     monitor = next(pid for pid in below(server.pid))
     os.kill(monitor, 9)

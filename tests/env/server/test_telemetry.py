@@ -89,7 +89,7 @@ async def test_metrics_are_prometheus_text_with_correct_counts(serving):
     assert {"agentrl_sessions_open", "agentrl_sessions_waiting", "process_open_fds"} <= set(found)
 
 
-async def test_tool_latency_has_labels_of_declared_tools_only(serving):
+async def test_tool_latency_has_labels_only_for_declared_tools(serving):
     server = await serving(Quick, Threaded)
     async with EnvClient.connect(server.url) as client:
         session, other = await client.open("quick"), await client.open("threaded")

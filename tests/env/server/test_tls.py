@@ -39,7 +39,7 @@ def tls(tmp_path, monkeypatch):
     return Tls(cert=cert, key=key)
 
 
-async def test_server_speaks_https_and_secure_websockets_only(serving, tls):
+async def test_server_accepts_only_https_and_secure_websockets(serving, tls):
     server = await serving(Quick, tls=tls, token="secret")
     assert server.url.startswith("https://127.0.0.1:")
     async with EnvClient.connect(server.url, token="secret") as client:

@@ -95,7 +95,7 @@ async def test_waiting_calls_run_in_order_and_cancelled_ones_never():
     await until(lambda: not share.taken)
 
 
-def test_share_of_a_loop_that_has_ended_does_not_block_the_next_one():
+def test_share_of_an_ended_loop_does_not_block_the_next_loop():
     share = LoopShare()
 
     async def charge():

@@ -114,7 +114,7 @@ class Hashed(Environment):
 
 
 @pytest.mark.slow
-def test_episodes_of_a_data_set_that_differs_are_reported_by_the_data_set_only(tmp_path):
+def test_differing_episodes_of_a_differing_data_set_are_reported_only_for_the_data_set(tmp_path):
     task = load_target(listed(tmp_path / "unstable", UNSTABLE["the hash of a string"]))
     (report,) = run_checks(task.local, checks=only("data_set", "processes"))
     assert [result.name for result in report.failures] == ["data_set"]
@@ -373,7 +373,7 @@ def test_code_that_waits_properly_passes_the_event_loop_check():
     assert report["event_loop"].verdict is Verdict.PASS, report["event_loop"]
 
 
-def test_raising_close_fails_close_only():
+def test_raising_close_fails_only_close():
     class Leaks(Guess):
         def close(self):
             raise ConnectionError("the database is gone")
@@ -505,7 +505,7 @@ def test_second_reason_is_reported_in_addition_to_the_first():
     assert "KeyError" in found["oracle"]
 
 
-def test_failing_expert_is_reported_by_oracle_only():
+def test_failing_expert_is_reported_only_by_oracle():
     class Breaks(Guess):
         def expert(self, rng):
             raise KeyError("map")

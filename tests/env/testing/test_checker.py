@@ -182,7 +182,7 @@ def test_seed_effect_is_skipped_for_a_data_set():
     assert "no two splits share a problem among 20 different samples" in report["samples"].evidence
 
 
-def test_state_on_the_class_fails_isolation_only():
+def test_state_on_the_class_fails_only_isolation():
     class Shared(Guess):
         def reset(self, sample, rng):
             type(self).secret = int(rng.integers(1, 21))

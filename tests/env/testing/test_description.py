@@ -85,7 +85,7 @@ def test_description_of_an_unknown_parameter_is_named_with_its_line(tmp_path):
     assert "The Args: section of guess() describes 'number', which is not a parameter (" in told
 
 
-def test_task_of_text_alone_has_no_warning_about_tools():
+def test_text_only_task_has_no_warning_about_tools():
     class Echo(Environment):
         """Say yes."""
 

@@ -116,7 +116,7 @@ async def play(client: Client) -> tuple[ThinkingEngine, TrajectoryGroup]:
 
 
 @pytest.mark.parametrize(("summarizes", "segments"), [(False, 1), (True, 2)], ids=["strips", "summarizes"])
-async def test_eight_rollouts_have_the_weight_of_eight_and_every_sampled_token_once(
+async def test_eight_rollouts_have_equal_weights_and_every_sampled_token_once(
     summarizes: bool, segments: int
 ) -> None:
     client = Client(summarizes=summarizes)

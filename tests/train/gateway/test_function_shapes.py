@@ -54,7 +54,7 @@ async def test_legacy_call_is_rendered_as_a_call_of_a_tool_and_its_result() -> N
     assert list(one.prompt_ids) == list(other.prompt_ids)
 
 
-async def test_streamed_legacy_call_adds_up_to_the_whole_one() -> None:
+async def test_streamed_legacy_call_adds_up_to_the_unstreamed_call() -> None:
     async with opened(ScriptedEngine(CHAT, always(SAYS_DOWN))) as (client, *_):
         body = {"messages": [HELLO], "functions": [DOWN], "stream": True}
         answer = await client.post("/chat/completions", json=body)

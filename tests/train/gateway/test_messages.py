@@ -82,7 +82,7 @@ async def test_calls_and_their_results_are_one_segment() -> None:
     assert counted.json() == {"input_tokens": second["usage"]["input_tokens"]}
 
 
-async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
+async def test_streamed_answer_adds_up_to_the_unstreamed_answer() -> None:
     said = Message.assistant("down we go", ToolCall.of("down", n=1))
     async with opened(ScriptedEngine(CHAT, always(said))) as (client, *_):
         whole = await ask(client, HELLO, tools=[TOOL])

@@ -119,7 +119,7 @@ async def test_each_choice_is_a_segment_and_the_program_continues_from_one_of_th
     assert len({tuple(turn.prompt_ids) for turn in turns[:3]}) == 1
 
 
-async def test_streamed_answer_adds_up_to_the_whole_one() -> None:
+async def test_streamed_answer_adds_up_to_the_unstreamed_answer() -> None:
     said = Message.assistant("down we go", ToolCall.of("down", n=1), ToolCall.of("down", call_id="b", n=2))
     async with opened(ScriptedEngine(CHAT, always(said))) as (client, *_):
         body = {"model": "m", "messages": [HELLO], "tools": [TOOL], "stream": True}

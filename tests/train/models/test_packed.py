@@ -25,7 +25,7 @@ def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 100])
 @torch.inference_mode()
-def test_packed_layer_has_the_product_of_the_plain_one(rows: int) -> None:
+def test_packed_layer_has_the_product_of_the_plain_layer(rows: int) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, 160)
     inputs = torch.randn(1, rows, 96)

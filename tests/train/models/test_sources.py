@@ -321,7 +321,7 @@ def test_second_source_is_used_if_the_first_fails(monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in folder.iterdir()] == ["tokenizer_config.json"]
 
 
-def test_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_is_reported_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match="no known model 'smollm2-153m'; did you mean smollm2-135m"):
         fetch("smollm2-153m")
     with pytest.raises(ConfigError, match=r"choose one of smollm2-135m, qwen2\.5-coder-0\.5b"):

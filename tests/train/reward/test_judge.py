@@ -169,7 +169,7 @@ def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         assert server.keys == ["Bearer secret"]
 
 
-def test_requests_at_a_time_are_limited() -> None:
+def test_concurrent_requests_are_limited() -> None:
     lock, at_once, most, arrived = threading.Lock(), 0, 0, threading.Event()
 
     def reply(body):

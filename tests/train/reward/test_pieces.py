@@ -92,14 +92,14 @@ def test_rubric_lies_between_its_worst_and_its_best_check(pairs: list[tuple[floa
     assert rubric(said("x"), dict(reversed(checks.items()))) == pytest.approx(found)
 
 
-def test_format_matches_from_end_to_end_over_lines() -> None:
+def test_format_matches_the_whole_text_across_lines() -> None:
     pattern = r"<think>.*</think>\s*<answer>\d+</answer>"
     assert matches("  <think>a\nb</think>\n<answer>7</answer> ", pattern) == 1.0
     assert matches("<answer>7</answer>", pattern) == 0.0
     assert matches("<think></think><answer>7</answer> and more", pattern) == 0.0
 
 
-def test_valid_calls_is_the_share_of_turns_without_an_invalid_one() -> None:
+def test_valid_calls_is_the_share_of_turns_without_invalid_calls() -> None:
     assert valid_calls(said("a", "b")) == 1.0
     assert valid_calls(episode(Message.assistant("a"), invalid_calls=2)) == 0.0
     assert valid_calls(said()) == 1.0

@@ -65,7 +65,7 @@ def test_settings_can_name_the_seed_of_a_run(tmp_path: Path, monkeypatch: pytest
     ("cores", "asked", "processes", "threads"),
     [(4, None, 4, 1), (16, None, 6, 2), (8, 2, 2, 4), (1, 3, 3, 1)],
 )
-def test_runs_at_a_time_share_the_cores(
+def test_concurrent_runs_share_the_cores(
     tmp_path: Path, cores: int, asked: int | None, processes: int, threads: int
 ) -> None:
     sweep = load_sweep(write(tmp_path, GOOD), cores=cores, processes=asked)

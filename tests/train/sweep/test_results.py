@@ -196,7 +196,7 @@ def test_dropped_groups_count_as_samples_and_areas_end_at_the_shortest_run(
     assert by_name["dapo"]["curves"]["held_out_success"]["steps"][1][0] == 5
 
 
-def test_results_are_json_and_the_page_follows_from_them_alone(found: dict[str, Any]) -> None:
+def test_results_are_json_and_the_page_depends_only_on_them(found: dict[str, Any]) -> None:
     page = render(json.loads(json.dumps(found)))
     assert page == render(found)
     assert "<script" not in page

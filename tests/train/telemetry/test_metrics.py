@@ -280,7 +280,7 @@ def test_success_is_a_moving_average():
     assert "shop 80.0%" in console.file.getvalue().splitlines()[-1]
 
 
-def test_time_left_uses_steps_of_this_process_only():
+def test_time_left_uses_only_the_steps_of_this_process():
     progress = Progress(total_steps=20, console=Console(file=io.StringIO()), first_step=10, elapsed_s=500.0)
     progress.step(11, elapsed_s=504.0, metrics={}, tasks={})
     assert progress.seconds_left == pytest.approx(36.0)
@@ -368,7 +368,7 @@ def test_metrics_of_held_out_episodes_reach_the_record_and_the_sinks(tmp_path: P
     assert written["held_out_metric.lookups/shop"] == 2.0
 
 
-def test_notebook_shows_an_episode_and_no_reward_of_a_failed_one() -> None:
+def test_notebook_shows_an_episode_and_no_reward_of_a_failed_episode() -> None:
     shown = make_trajectory()._repr_html_()
     assert "terminated, reward 1, 3 sampled tokens" in shown
     assert "I buy it." in shown

@@ -426,12 +426,12 @@ def test_appended_turns_equal_the_template_s_rendering_of_the_conversation(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_plays_tasks_of_text_alone(name: str) -> None:
+def test_every_family_plays_text_only_tasks(name: str) -> None:
     chat = make_chat(FAMILIES[name], **(PROMPT if name in REFUSED else {}))
     check_format(chat, task="chat", opening=[Message(role="user", content="Say something.")], tools=())
 
 
-def test_template_that_drops_answers_to_text_is_refused_for_tasks_of_text_alone() -> None:
+def test_template_that_drops_answers_to_text_is_rejected_for_text_only_tasks() -> None:
     chat = make_chat(FAMILIES["Qwen2.5"])
     template = str(chat.tokenizer.chat_template)
     chat.tokenizer.chat_template = "{%- set messages = messages[:2] %}" + template

@@ -98,7 +98,7 @@ class Chatter(Environment):
         return Reply("Go on.", reward=float(len(text) % 3))
 
 
-def test_task_of_text_alone_is_trained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_only_task_is_trained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     (step,) = make(steps=1, environments=[Chatter], settings={"rollout.group_size": 4})
     turns = [turn for group in step.groups for one in group.trajectories for turn in one.turns]
     assert {turn.reply[-1].content for turn in turns} == {"Go on."}
@@ -224,7 +224,7 @@ def test_custom_functions_of_reward_and_algorithm_are_used(make: Make) -> None:
     assert sorted(seen[:4]) == sorted(rewards)
 
 
-def test_clients_and_servers_are_environments_too(make: Make) -> None:
+def test_clients_and_servers_can_be_environments(make: Make) -> None:
     with server_on_thread(Babble) as url:
         clients = [url, EnvClient.connect(url), EnvClient.local(Babble)]
         for source in clients:
