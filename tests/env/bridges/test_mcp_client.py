@@ -121,7 +121,7 @@ def test_target_on_the_command_line_names_server_reward_and_prompt(monkeypatch):
         (f"mcp:{COMMAND}#reward=calculator:reward&env=TOKEN", "write env=NAME=VALUE, not env=TOKEN"),
         (f"mcp:{COMMAND}#reward=calculator:reward&env=A=${{NO_SUCH}}", "variable NO_SUCH is not set"),
         (f"mcp:{COMMAND}#reward=calculator:reward&header=A:b", "headers require a URL"),
-        ("mcp:http://localhost:1/#reward=calculator:reward&env=A=b", "variables need a command"),
+        ("mcp:http://localhost:1/#reward=calculator:reward&env=A=b", "variables require a command"),
         ("mcp:/no/such/command#reward=calculator:reward", "cannot connect to the MCP server"),
     ],
 )
