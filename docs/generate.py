@@ -125,6 +125,26 @@ def evidence(name: str) -> str:
     return "\n".join(rows)
 
 
+def first_level(model: str) -> str:
+    """Return the figures of a language model on the first level of the tasks as a table."""
+    found = json.loads((ROOT / "docs/evidence/first_level" / f"{model}.json").read_text())
+    rows = [
+        "| task | success, 95 % interval | turns with valid calls | turns | errors of failed episodes |",
+        "|---|---|---|---|---|",
+    ]
+    for task, one in found.items():
+        if "skipped" in one:
+            rows.append(f"| {task} | not played: {_cell(one['skipped'])} | | | |")
+            continue
+        low, high = (100 * bound for bound in one["interval"])
+        errors = ", ".join(f"{error} ({count})" for error, count in one["errors"].items())
+        rows.append(
+            f"| {task} | {one['successes']} of {one['episodes']} [{low:.0f}, {high:.0f}] "
+            f"| {100 * one['valid_turns']:.0f}% | {one['turns']:.1f} | {errors} |"
+        )
+    return "\n".join(rows)
+
+
 def _shares(found: dict[str, Any] | None, *, sign: str = "") -> str:
     """Return a mean in percent, or in points with a sign, and its interval."""
     if found is None:
@@ -298,6 +318,7 @@ GENERATED = {
     "settings": run_settings,
     "preset": preset,
     "evidence": evidence,
+    "first_level": first_level,
     "fleet": fleet_keys,
 }
 
