@@ -26,6 +26,7 @@ from agentrl_env.cli.options import (
     Token,
     client_of,
     endpoint_key,
+    given_options,
     log_to_stderr,
     resolve_token,
 )
@@ -43,6 +44,20 @@ episodes_option = partial(typer.Option, rich_help_panel="Episodes")
 results_option = partial(typer.Option, rich_help_panel="Results")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+RECORDED = (
+    "temperature",
+    "body",
+    "header",
+    "send_seed",
+    "model_timeout",
+    "requests_per_minute",
+    "split",
+    "samples",
+    "index",
+    "attempts",
+    "seed",
+)
+"""Options that ``--replay`` does not read, because it repeats the recorded samples and messages."""
 MIN_LINE_S = 10.0
 """Seconds between two lines of progress if standard error is not a terminal."""
 
@@ -146,6 +161,8 @@ def eval_(context: typer.Context, settings: EvalSettings) -> None:
     """
     log_to_stderr(False)
     token = resolve_token(context, settings.token, settings.token_file)
+    if settings.replay is not None and (unused := given_options(context, RECORDED)):
+        raise AgentRLError(f"--replay repeats recorded samples and messages; omit {', '.join(unused)}")
     connect = client_of(settings.target, token, timeout=settings.step_timeout)
     source = _source(settings)
 

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -195,7 +195,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     if file is None:
         return None
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise AgentRLError(f"cannot read {file}: {error}") from error
     parameters = {str(parameter.name): parameter for parameter in context.command.params}
@@ -241,9 +241,8 @@ def resolve_token(context: typer.Context, token: str | None, token_file: Path | 
 
     Raises AgentRLError if the command line has both options, or the file cannot be read or is empty.
     """
-    sources = [context.get_parameter_source(name) for name in ("token", "token_file")]
-    on_command_line = [source is not None and source.name == "COMMANDLINE" for source in sources]
-    if on_command_line[0]:
+    given = given_options(context, ("token", "token_file"))
+    if "--token" in given:
         print(
             "warning: other users of this machine can read --token; use --token-file or AGENTRL_TOKEN",
             file=sys.stderr,
@@ -251,9 +250,9 @@ def resolve_token(context: typer.Context, token: str | None, token_file: Path | 
     token = token.strip() if token else token
     if token_file is None:
         return token
-    if all(on_command_line):
+    if len(given) == 2:
         raise AgentRLError("give --token or --token-file, not both")
-    if token and not on_command_line[1]:
+    if token and "--token-file" not in given:
         return token
     return read_token(token_file)
 
@@ -261,12 +260,22 @@ def resolve_token(context: typer.Context, token: str | None, token_file: Path | 
 def read_token(token_file: Path) -> str:
     """Return the token in a file. Raises AgentRLError if it cannot be read or is empty."""
     try:
-        content = token_file.read_text(encoding="utf-8").strip()
+        content = token_file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise AgentRLError(f"cannot read the token: {error}") from error
     if not content:
         raise AgentRLError(f"{token_file} is empty; it must contain the token")
     return content
+
+
+def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return the options of these parameters that the command line has, such as ``--token-file``."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
 
 
 def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:

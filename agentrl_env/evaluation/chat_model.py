@@ -129,13 +129,11 @@ class ChatModel:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         try:
             address = httpx.URL(url)
+            if address.scheme not in ("http", "https") or not address.host:
+                raise ValueError("it must start with http:// or https:// and a host")
             self._url = str(address.copy_with(path=f"{address.path.rstrip('/')}/chat/completions"))
             self._http = httpx.AsyncClient(headers={**own, **(headers or {})}, timeout=timeout, limits=limits)
-        except (
-            ImportError,
-            ValueError,
-            httpx.InvalidURL,
-        ) as error:  # a SOCKS proxy needs an extra package
+        except (ImportError, ValueError, httpx.InvalidURL) as error:  # a SOCKS proxy needs an extra package
             raise ModelRefused(f"{url} cannot be asked: {error}") from error
         self._fields = {"model": model, **(body or {})}
         if temperature is not None:

@@ -21,6 +21,10 @@ from agentrl_env.evaluation.chat_model import Usage
 from agentrl_env.types import Message
 
 EPISODES = "episodes.jsonl"
+RESULTS = ("summary.json", "report.html")
+"""Files that a finished evaluation writes."""
+MAX_NAMED = 8
+"""Number of evaluations that an error names."""
 M = TypeVar("M", bound=BaseModel)
 Key = tuple[int | str, int]
 """Index of a sample and number of the attempt."""
@@ -138,7 +142,9 @@ def read_run(folder: str | os.PathLike[str]) -> EvaluationRun:
     try:
         run, _ = _parse(path, path.read_bytes())
     except OSError as error:
-        raise EvaluationError(f"{folder} has no evaluation: {error.strerror or error}") from error
+        inside = sorted(str(one.parent) for one in Path(folder).glob(f"*/{EPISODES}"))
+        hint = f"; evaluations in it: {', '.join(inside[:MAX_NAMED])}" if inside else ""
+        raise EvaluationError(f"{folder} has no evaluation: {error.strerror or error}{hint}") from error
     if run is None:
         raise EvaluationError(f"{path} is empty: its evaluation was stopped before it started")
     return run
@@ -152,13 +158,18 @@ class RunFile:
         settings: Settings of this evaluation.
 
     Raises:
-        EvaluationError: The folder has an evaluation with other settings, or another process writes to it.
+        EvaluationError: The folder x
     """
 
     def __init__(self, folder: str | os.PathLike[str], settings: EvaluationSettings) -> None:
         self.path = Path(folder) / EPISODES
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            foreign = [name for name in RESULTS if self.path.with_name(name).exists()]
+            if foreign and not self.path.exists():
+                raise EvaluationError(
+                    f"{folder} has a {foreign[0]} of something else; choose another --output"
+                )
             self._file: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115 (close() closes it)
         except OSError as error:
             raise EvaluationError(f"{folder} cannot be written: {error.strerror or error}") from error
@@ -177,10 +188,11 @@ class RunFile:
             ) from None
         self._file.seek(0)
         run, size = _parse(self.path, self._file.read())
-        self._file.truncate(size)  # remove a line that was cut off when the process was killed
-        if run is None:
+        if run is None or not run.episodes:  # stopped before its first episode ended
+            self._file.truncate(0)
             self._write(settings)
             return EvaluationRun(settings=settings)
+        self._file.truncate(size)  # remove a line that was cut off when the process was killed
         given, before = (one.model_dump(exclude={"url"}) for one in (settings, run.settings))
         if names := [name for name in given if given[name] != before[name]]:
             raise EvaluationError(

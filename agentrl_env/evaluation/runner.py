@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from inspect import isawaitable
 from typing import Any, Literal
 
 from agentrl_env.client.client import ClientSession, EnvClient
@@ -233,7 +234,7 @@ class _Play:
             messages = list(session.messages)
             while not session.status.final:
                 try:
-                    completion = await self._policy(messages, session.tools)
+                    completion = await _answer(self._policy(messages, session.tools))
                 except ContextFull:
                     return "truncated_context"
                 begin = time.perf_counter()
@@ -272,6 +273,16 @@ class _Play:
             seconds=time.perf_counter() - self._begun,
             started=self._started,
         )
+
+
+async def _answer(answer: object) -> Completion:
+    """Return the answer of a policy. Raises EvaluationError if the policy has another type."""
+    completion = await answer if isawaitable(answer) else f"a plain {type(answer).__name__}"
+    if isinstance(completion, Completion):
+        return completion
+    raise EvaluationError(
+        f"a policy must be an async function that returns a Completion, but returned {completion!r:.200}"
+    )
 
 
 def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRecord:

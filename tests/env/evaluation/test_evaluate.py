@@ -216,6 +216,26 @@ def test_other_settings_are_not_mixed_into_an_evaluation(cli):
         assert moved.requests == []
 
 
+def test_evaluation_without_a_finished_episode_can_start_again_with_other_settings(cli):
+    command = ["eval", TARGET, "-o", "here"]
+    assert cli(*command, *endpoint("127.0.0.1:9/v1"), "--samples", 2)[0] == 1
+    with ChatServer(play_sums) as server:
+        assert cli(*command, *endpoint(server.url), "--samples", 3)[0] == 0
+    assert len(read_run("here").counted) == 3
+
+
+def test_evaluation_never_replaces_the_report_of_a_training_run(cli):
+    Path("run").mkdir()
+    for name in ("summary.json", "report.html"):
+        Path("run", name).write_text("of a run")
+    with ChatServer(play_sums) as server:
+        code, _, err = cli("eval", TARGET, *endpoint(server.url), "--samples", 2, "-o", "run")
+    assert code == 1
+    assert "run has a summary.json of something else; choose another --output" in err
+    assert Path("run/report.html").read_text() == Path("run/summary.json").read_text() == "of a run"
+    assert not Path("run/episodes.jsonl").exists()
+
+
 def test_finished_evaluation_makes_no_further_requests(cli):
     with ChatServer(play_sums) as server:
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 5, "--json"]
@@ -454,6 +474,7 @@ def test_evaluations_without_common_samples_are_not_compared(cli):
         cli("eval", TARGET, *endpoint(server.url), "--index", 2, "-o", "b")
         cli("eval", TARGET, *endpoint(server.url), "--index", 2, "--split", "train", "-o", "c")
     assert "no common sample" in cli("compare", "a", "b")[2]
+    assert "evaluations in it: a, b, c" in cli("compare", ".", "b")[2]
     assert "sums/test and sums/train" in cli("compare", "b", "c")[2]
 
 
@@ -462,8 +483,10 @@ def test_evaluations_without_common_samples_are_not_compared(cli):
     [
         ([], "give --base-url and --model, or --replay"),
         (["--replay", "x", "--model", "m"], "--replay plays without an endpoint"),
+        (["--replay", "x", "--split", "train", "--seed", "1"], "recorded samples and messages; omit --split"),
+        (["--base-url", "localhost:9/v1", "--model", "m"], "must start with http:// or https://"),
         (["--base-url", "u", "--model", "m", "--split", "dev"], "has no split 'dev'; splits: train, test"),
-        (["--base-url", "u", "--model", "m", "--index", "99"], "no index 99"),
+        (["--base-url", "http://u", "--model", "m", "--index", "99"], "no index 99"),
         (["--base-url", "u", "--model", "m", "--api-key-env", "NONE"], "NONE is empty or not set"),
     ],
 )
@@ -521,6 +544,18 @@ async def test_library_evaluates_a_python_function(tmp_path):
     assert len(seen) == 5
     write_report(tmp_path / "page.html", run, summary, transcripts=2)
     assert "3 more are in episodes.jsonl" in (tmp_path / "page.html").read_text()
+
+
+async def _message(messages, tools):
+    return Message.assistant("5")
+
+
+@pytest.mark.parametrize("policy", [_message, lambda *_: Completion(message=Message.assistant("5"))])
+async def test_function_that_is_no_policy_is_explained(tmp_path, policy):
+    settings = EvaluationSettings(task="sums", split="test", model="m", indices=(0, 1))
+    async with EnvClient.local(Sums) as client:
+        with RunFile(tmp_path, settings) as file, pytest.raises(EvaluationError, match="async function that"):
+            await evaluate(client, lambda index, attempt: policy, file)
 
 
 async def test_repeated_evaluation_gives_equal_results(tmp_path):
