@@ -22,6 +22,7 @@ from agentrl_env.cli.options import (
     Token,
     client_of,
     endpoint_key,
+    given_options,
     is_url,
     log_to_stderr,
     quality_option,
@@ -33,6 +34,10 @@ from agentrl_env.errors import AgentRLError, TargetError
 if TYPE_CHECKING:
     from agentrl_env.testing.quality import Load, TaskQuality
     from agentrl_env.testing.report import Report
+
+
+QUALITY = ("samples", "split", "hold", "resume", "model_url", "model", "api_key_env")
+"""Options that only ``--quality`` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,8 @@ def check(context: typer.Context, settings: CheckSettings) -> None:
         from agentrl_env.testing.load import measure_load
 
     quality, resume, traceback = settings.quality, settings.resume, settings.traceback
+    if not quality and (unused := given_options(context, QUALITY)):
+        raise AgentRLError(f"{', '.join(unused)}: add --quality, or omit this")
     log_to_stderr(traceback)
     key = resolve_token(context, settings.token, settings.token_file)
     endpoint = _endpoint(settings.model_url, settings.model, settings.api_key_env)
@@ -166,7 +173,7 @@ def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
     if file is None or not file.exists():
         return {}
     try:
-        lines = map(json.loads, file.read_text().splitlines())
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         return {
             line["target"]: [TaskQuality.model_validate(one) for one in line["quality"]] for line in lines
         }
@@ -188,7 +195,7 @@ def _keep(file: Path | None, target: str, figures: list[TaskQuality]) -> list[Ta
     """Append the figures of a target to a file of ``--resume`` and return them."""
     if file is not None:
         line = {"target": target, "quality": [one.model_dump(mode="json") for one in figures]}
-        with file.open("a") as out:
+        with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
     return figures
 

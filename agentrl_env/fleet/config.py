@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -126,16 +127,24 @@ def read_fleet_config(file: Path) -> FleetConfig:
     Raises LaunchError if the file cannot be read or is invalid. The message names the key.
     """
     try:
-        config = FleetConfig.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        config = FleetConfig.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LaunchError(f"cannot read {file}: {error}") from error
     except ValidationError as error:
-        raise LaunchError(f"{file}: {'; '.join(map(_problem, error.errors()))}") from error
+        raise LaunchError(f"{file}: {'; '.join(_problems(error.errors()))}") from error
     tasks = (
         task.model_copy(update={"target": task.target and resolve_target(file.parent, task.target)})
         for task in config.tasks
     )
     return config.model_copy(update={"tasks": tuple(tasks)})
+
+
+def _problems(errors: Sequence[ErrorDetails]) -> list[str]:
+    """Return the messages of validation errors. An invalid task also makes the list of tasks too short."""
+    inside = [error for error in errors if error["loc"] != ("tasks",)]
+    if len(inside) < len(errors) and not any(error["loc"][:1] == ("tasks",) for error in inside):
+        return [*map(_problem, inside), "tasks: the file needs at least one table [[tasks]]"]
+    return list(map(_problem, inside))
 
 
 def _problem(error: ErrorDetails) -> str:

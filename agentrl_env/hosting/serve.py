@@ -110,7 +110,7 @@ class EnvServer:
             ControllerLinks(self.pool, self.metrics, controllers, token, tracing) if controllers else None
         )
         if self._listener is None and self._links is None:
-            raise ServeError("a server that listens nowhere needs a controller to connect to")
+            raise ServeError("a server with --host none needs a controller: give --controller URL")
         self._drain_s = drain_s
         self._loop_watch = warn_of_blocks()
 

@@ -75,8 +75,7 @@ class ControllerLinks:
         tracing: Tracing | None = None,
     ) -> None:
         for url in urls:
-            is_http = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname
-            if not is_http and not url.startswith(_UNIX):
+            if not _is_http(url) and not url.startswith(_UNIX):
                 raise ServeError(f"{url!r} is not the http:// or https:// address of a controller")
         self._pool = pool
         self._metrics = metrics
@@ -286,6 +285,15 @@ class _Link:
             while True:
                 await self.beat(counts=self._metrics.counts())
                 await asyncio.sleep(every_s)
+
+
+def _is_http(url: str) -> bool:
+    """Return True if this is an http:// or https:// address with a host and a valid port, if any."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _link_url(url: str) -> str:

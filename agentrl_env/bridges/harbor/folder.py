@@ -137,8 +137,8 @@ class HarborTask:
     def read(cls, folder: Path) -> HarborTask:
         """Read a task folder. Raises Unusable."""
         try:
-            settings = tomllib.loads((folder / "task.toml").read_text())
-            instruction = (folder / "instruction.md").read_text()
+            settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8-sig"))
+            instruction = (folder / "instruction.md").read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise Unusable(f"cannot read it: {error}") from error
         for key, value in _unsupported(settings):

@@ -332,6 +332,12 @@ def test_environment_that_does_not_import_prints_one_error_line(cli, tmp_path, s
     one_line(err)
 
 
+def test_check_rejects_options_that_only_measure_quality(cli):
+    code, _, err = cli("check", f"{HERE}:Guess", "--samples", "3", "--model", "m")
+    assert code == 1
+    assert "--samples, --model: add --quality, or omit this" in err
+
+
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["serve"], ["check", "x", "--deadline", "soon"]])
 def test_usage_error_has_exit_code_two(cli, arguments):
     code, _, err = cli(*arguments)

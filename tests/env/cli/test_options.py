@@ -127,6 +127,12 @@ def test_invalid_config_is_rejected_in_one_line(cli, called, command, config, me
     assert not called
 
 
+def test_files_of_a_windows_editor_are_read(cli, called, tmp_path):
+    (tmp_path / "secret").write_bytes(b"\xef\xbb\xbfs3cret\r\n")
+    cli("serve", GUESS, config='\ufefftoken-file = "secret"\r\nport = 0\r\n')
+    assert (called[-1][-1]["token"], called[-1][-1]["port"]) == ("s3cret", 0)
+
+
 def test_missing_config_is_rejected(cli):
     code, _, err = cli("serve", "--config", "nowhere.toml")
     assert code == 1

@@ -66,8 +66,10 @@ def test_token_comes_from_the_environment(config, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tasks = 1", "tasks"),
-        ("tasks = []", "tasks"),
+        ("tasks = 1", "at least one table [[tasks]]"),
+        ("tasks = []", "at least one table [[tasks]]"),
+        ("", "at least one table [[tasks]]"),
+        ('[tasks]\nname = "a"\ntarget = "x"', "at least one table [[tasks]]"),
         ("nonsense", "cannot read"),
         ('[[tasks]]\nname = "a"', "tasks.0: give either target or image"),
         ('[[tasks]]\nname = "a"\nimage = "x"', 'kind = "docker"'),
@@ -93,6 +95,16 @@ def test_invalid_file_is_rejected_in_one_line(config, text, message):
         config(text)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_invalid_task_is_the_only_problem_of_its_file(config):
+    with pytest.raises(LaunchError) as raised:
+        config(f"{TASK}\nreplicas = 0")
+    assert str(raised.value).endswith("tasks.0.replicas: Input should be greater than or equal to 1")
+
+
+def test_file_of_a_windows_editor_is_read(config):
+    assert config("\ufeff" + TASK.replace("\n", "\r\n")).tasks[0].name == "shop"
 
 
 def test_manifests_are_valid_for_kubernetes(config):

@@ -399,11 +399,11 @@ async def test_link_with_a_malformed_frame_is_closed():
 
 
 def test_server_without_an_address_needs_a_controller():
-    with pytest.raises(ServeError, match="needs a controller"):
+    with pytest.raises(ServeError, match="needs a controller: give --controller URL"):
         EnvServer([Quick], host=NOWHERE)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8100", "redis://x", "http://"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "redis://x", "http://", "http://a:81x"])
 def test_malformed_controller_address_is_rejected(url):
     with pytest.raises(ServeError, match="is not the http:// or https:// address of a controller"):
         EnvServer([Quick], host=NOWHERE, controllers=[url])
