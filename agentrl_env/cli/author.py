@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import keyword
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,7 +60,7 @@ def new(
     words = [word for word in task.split("_") if word]
     values = {
         "name": task,
-        "folder": str(name),
+        "folder": shlex.quote(str(name)),
         "class_name": "".join(word.capitalize() for word in words),
         "title": " ".join(words).capitalize(),
     }
@@ -76,7 +77,7 @@ def new(
             print(f"wrote {name / file}")
     except OSError as error:
         raise AgentRLError(f"{name} cannot be written ({error.strerror}): choose another folder") from error
-    print(f"\nNext: agentrl-env check {name} && agentrl-env play {name}")
+    print(f"\nNext: agentrl-env check {values['folder']} && agentrl-env play {values['folder']}")
 
 
 def list_() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -59,7 +60,7 @@ def run(trainer: Trainer) -> int:
         console.print("Stopped before the first step")
         return SIGNAL_EXIT + number
     if outcome.summary is None:
-        command = f"agentrl-train run {outcome.folder / 'config.toml'} --resume"
+        command = f"agentrl-train run {shlex.quote(str(outcome.folder / 'config.toml'))} --resume"
         console.print(f"Stopped after step {outcome.step}; continue with: {command}", soft_wrap=True)
         return SIGNAL_EXIT + number
     measured = [row[name] for row in outcome.summary["tasks"].values() for name in ("before", "after")]
@@ -163,8 +164,8 @@ def evaluate_policy(trainer: Trainer, *, model: str | None, output: Path | None 
 
 def sft(config: RunConfig, *, output: Path) -> int:
     """Fine-tune a policy on expert episodes and save it in ``output``."""
-    _claim_model_folder(output)
-    asyncio.run(_sft(config, output=output))
+    with _new_model_folder(output):
+        asyncio.run(_sft(config, output=output))
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
 
@@ -180,8 +181,8 @@ def record_rollouts(config: RunConfig, **options: Any) -> int:
 
 def merge(source: Path, *, output: Path, dtype: str) -> int:
     """Write the policy of a checkpoint as a model folder, with adapters merged."""
-    _claim_model_folder(output)
-    save_policy(str(_model_folder(source)), output, dtype=dtype)
+    with _new_model_folder(output):
+        save_policy(str(_model_folder(source)), output, dtype=dtype)
     Console().print(f"model: {output}", soft_wrap=True)
     return 0
 
@@ -212,19 +213,27 @@ def merge_several(
     return 0
 
 
-def _claim_model_folder(output: Path) -> None:
-    """Create the folder of a new model before the work starts.
+@contextmanager
+def _new_model_folder(output: Path) -> Iterator[None]:
+    """Create the folder of a new model before the work starts, and remove it if the work wrote nothing.
 
     Raises:
         ConfigError: the folder already has a model, or cannot be written.
     """
     if (output / "config.json").exists():
         raise ConfigError(f"{output} already contains a model: choose another folder")
+    existed = output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error.strerror}): choose another folder") from error
+    try:
+        yield
+    finally:
+        if not existed:
+            with suppress(OSError):  # it has files
+                output.rmdir()
 
 
 def policy_path(model: str) -> str:
@@ -277,7 +286,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
     learner = imitate(config, model=model, sequences=sequences)
     dtype = DTYPES[config.model.dtype]
     weights = {name: value.to(dtype) for name, value in learner.weights().items()}
-    with run_folder_errors(output):
+    with run_folder_errors(output, option="--output"):
         model.save_pretrained(output, state_dict=weights | persistent_buffers(model))
         tokenizer.save_pretrained(output)
 

@@ -41,7 +41,7 @@ def evaluate_and_record(trainer: Trainer, *, path: str, output: Path | None) -> 
 
         with EvaluationJournal(folder, model=f"{path}@{digest}", show=show) as journal:
             results = trainer.evaluate(model=path, journal=journal)
-    with run_folder_errors(folder):
+    with run_folder_errors(folder, option="run.folder" if output is None else "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / RESULT, json.dumps(_result(results.tasks), indent=2).encode() + b"\n")
     return results
@@ -49,7 +49,7 @@ def evaluate_and_record(trainer: Trainer, *, path: str, output: Path | None) -> 
 
 def _name(path: str) -> str:
     """Return a short name of a model: the step of a checkpoint, or the last part of its path."""
-    parts = Path(path).parts
+    parts = Path(path).resolve().parts if Path(path).is_dir() else Path(path).parts
     of_checkpoint = len(parts) > 1 and parts[-1] == "model" and parts[-2].startswith("step_")
     return parts[-2] if of_checkpoint else parts[-1]
 

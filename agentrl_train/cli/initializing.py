@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,12 +92,14 @@ def init(
     output = output or Path(f"{name}.toml")
     if output.exists():
         raise ConfigError(f"{output} already exists: choose another file with --output")
+    with run_folder_errors(output.parent, option="--output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
     config = _first_config(model, tasks, name=name, lora=lora)
     policy, _, _ = open_policy(config.model.path)
     size = size_of(policy, config.train.lora or REMEDY)
     trial = asyncio.run(_best_trial(config, size, measured=measured))
     text = make_text(config, size, trial, folder=output.absolute().parent)
-    with run_folder_errors(output.parent):
+    with run_folder_errors(output.parent, option="--output"):
         output.write_text(text, encoding="utf-8")
     load_config(output)
     console = Console()
@@ -415,10 +418,11 @@ def _written(heading: Sequence[str], sections: Mapping[str, Any]) -> str:
 
 
 def _next_steps(output: Path, *, name: str, imitates: bool) -> Iterator[str]:
+    file = shlex.quote(str(output))
     yield f"wrote {output}"
-    yield f"agentrl-train plan {output}"
+    yield f"agentrl-train plan {file}"
     if imitates:
-        yield f"agentrl-train sft {output} -o models/{name}-sft"
-        yield f"agentrl-train run {output} --set model.path=models/{name}-sft"
+        yield f"agentrl-train sft {file} -o models/{name}-sft"
+        yield f"agentrl-train run {file} --set model.path=models/{name}-sft"
     else:
-        yield f"agentrl-train run {output}"
+        yield f"agentrl-train run {file}"

@@ -36,7 +36,7 @@ def _token(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get("AGENTRL_TOKEN") or None
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        token = path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token cannot be read from {path}: {error}") from error
     if not token:

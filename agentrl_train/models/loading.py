@@ -91,7 +91,8 @@ def save_policy(path: str, output: Path, *, dtype: str = "float32") -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
-    with run_folder_errors(output):
+    with run_folder_errors(output, option="folder"):
+        output.mkdir(parents=True, exist_ok=True)  # the library only logs that a file is in the way
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
 

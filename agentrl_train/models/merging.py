@@ -259,7 +259,7 @@ def merge_models(
         merger = _Merger(opened, origin, method, options or MergeOptions())
         temporary = output.with_name(f".{output.name}.tmp")
         try:
-            with run_folder_errors(output):
+            with run_folder_errors(output, option="--output"):
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 _copy_other_files(opened[0].files[0].parent, temporary, dtype)

@@ -52,6 +52,8 @@ def last_episodes(run: Path, *, last: int, task: str | None = None, failed: bool
     """
     files = sorted((run / "trajectories").glob("step_*.jsonl"), reverse=True)
     files += sorted((run / "trajectories").glob("held_out_*.jsonl"), key=lambda path: -path.stat().st_mtime)
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a folder; give the path of a run folder, such as runs/NAME.")
     if not files:
         raise ConfigError(
             f"{run} has no recorded episodes: name the folder of a run, such as runs/NAME; it records "

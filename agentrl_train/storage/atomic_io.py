@@ -22,21 +22,25 @@ DISK_FULL_TEXTS = (
 
 
 @contextmanager
-def run_folder_errors(folder: Path) -> Iterator[None]:
-    """Convert disk errors into a ``RunFolderError`` that explains how to fix them."""
+def run_folder_errors(folder: Path, *, option: str = "run.folder") -> Iterator[None]:
+    """Convert disk errors into a ``RunFolderError`` that explains how to fix them.
+
+    Args:
+        folder: the folder that is written.
+        option: setting or argument that chooses another folder.
+    """
     try:
         yield
     except RunFolderError:
         raise
     except Exception as error:
         if is_disk_full(error):
-            raise RunFolderError(
-                f"The disk of {folder} is full; free some space, then continue with --resume."
-            ) from error
+            then = "continue with --resume" if option == "run.folder" else "try again"
+            raise RunFolderError(f"The disk of {folder} is full; free some space, then {then}.") from error
         if isinstance(error, OSError):
             reason = error.strerror or error
             raise RunFolderError(
-                f"{folder} cannot be written ({reason}); fix it or choose another run.folder."
+                f"{folder} cannot be written ({reason}); fix it or choose another {option}."
             ) from error
         raise
 

@@ -57,7 +57,8 @@ class Trainer:
     Args:
         config: TOML file of the run, or a loaded configuration; the other arguments change it.
         model: Hugging Face folder, name on the hub, or a pair of a model and its tokenizer.
-        environments: ``Environment`` classes, targets, URLs, ``EnvClient`` objects, or tables as in a file.
+        environments: a list of ``Environment`` classes, targets, URLs, ``EnvClient`` objects or tables as in
+            a file, or one of them alone.
         algorithm: name of a preset, or the table ``[algorithm]``, in which a function can be given as such.
         steps: steps of the whole run.
         reward: function of a ``Trajectory``, or several, whose scores are added to the environment's reward;
@@ -78,7 +79,7 @@ class Trainer:
         config: str | Path | RunConfig | None = None,
         *,
         model: str | Path | tuple[Any, Any] | None = None,
-        environments: Sequence[Any] = (),
+        environments: Any = (),
         algorithm: str | Mapping[str, Any] | None = None,
         steps: int | None = None,
         reward: Callable[..., Any] | Sequence[Any] | Mapping[str, Any] | None = None,
@@ -101,8 +102,9 @@ class Trainer:
                 table["algorithm"] = named
             if reward is not None:
                 table["reward"] = _reward_table(reward)
-            if environments:
-                table["environments"] = [self._environment(one) for one in environments]
+            alone = isinstance(environments, str) or not isinstance(environments, Sequence)
+            if sources := [environments] if alone else environments:
+                table["environments"] = [self._environment(source) for source in sources]
             if steps is not None:
                 set_value(table, "run.steps", steps, given="steps")
             _apply(table, settings)
@@ -483,7 +485,7 @@ def _reward_table(reward: Any) -> dict[str, Any]:
 def _apply(table: dict[str, Any], settings: Mapping[str, Any] | Sequence[str]) -> None:
     """Set values of a table by their dotted keys."""
     if not isinstance(settings, Mapping):
-        for override in settings:
+        for override in [settings] if isinstance(settings, str) else settings:
             apply_override(table, override)
         return
     for key, value in settings.items():

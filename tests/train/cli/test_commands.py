@@ -47,10 +47,34 @@ def test_file_as_output_is_rejected_before_training(parent: bool, tmp_path: Path
         commands.sft(configured(tmp_path), output=output)
 
 
+def test_merge_of_no_model_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        commands.merge(tmp_path / "empty", output=tmp_path / "merged", dtype="float32")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_output_folder_with_a_model_is_rejected_before_training(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="already contains a model"):
         commands.sft(configured(tmp_path), output=tmp_path)
+
+
+def test_evaluation_of_the_working_directory_is_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[str] = []
+
+    def evaluate(trainer: Trainer, *, model: str, journal: EvaluationJournal) -> Evaluations:
+        folders.append(journal.folder.name)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    (tmp_path / "policy").mkdir()
+    monkeypatch.chdir(tmp_path / "policy")
+    with pytest.raises(ConfigError, match="enough"):
+        evaluate_and_record(Trainer(configured(tmp_path)), path=".", output=None)
+    assert folders[0].startswith("policy-")
 
 
 @pytest.mark.parametrize("choice", ["nothing", "checkpoint", "run", "name"])

@@ -1,6 +1,7 @@
 """The command ``agentrl-train init``."""
 
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from agentrl_train.cli import initializing, planning
 from agentrl_train.cli.initializing import init
 from agentrl_train.config import RunConfig, load_config
-from agentrl_train.errors import ConfigError
+from agentrl_train.errors import ConfigError, RunFolderError
 from agentrl_train.training.trainer import Trainer
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -104,6 +105,22 @@ def test_existing_file_is_kept(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists: choose another file with --output"):
         written(model, tmp_path, measured=False)
     assert (tmp_path / "one.toml").read_text() == "mine"
+
+
+def test_printed_commands_can_be_pasted(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init(model, [BOXES], output=Path("new folder/ä b.toml"), measured=False)
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [command[2] for command in commands] == ["new folder/ä b.toml"] * 3
+    assert load_config(Path(commands[0][2])).run.name == "tiny-model"
+
+
+def test_folder_that_cannot_be_made_is_refused_before_measuring(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"file cannot be written .*; fix it or choose another --output"):
+        init(model, [str(tmp_path / "nowhere")], output=tmp_path / "file" / "one.toml")
 
 
 def test_unknown_task_is_an_error_of_the_configuration(model: str, tmp_path: Path) -> None:

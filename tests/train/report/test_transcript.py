@@ -54,6 +54,8 @@ def test_last_episodes_are_chosen_by_task_and_success(
 
 
 def test_folder_without_episodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a folder; give the path of a run folder"):
+        last_episodes(tmp_path / "nowhere", last=1)
     with pytest.raises(ConfigError, match="has no recorded episodes: name the folder of a run"):
         last_episodes(tmp_path, last=1)
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_env import EnvClient, Environment, Reply
 from agentrl_train import Evaluations, Step, Trainer, Trajectory
-from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
+from agentrl_train.errors import CallbackFailed, ConfigError, RunFolderError, TrainError
 from tests.env.thread_server import server_on_thread
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.babble import Babble
@@ -272,6 +272,21 @@ def test_file_and_overrides_make_a_trainer(policy: Path, tmp_path: Path) -> None
     assert from_file(["run.steps=5"]).config.run.steps == 5
     assert from_file({"run.steps": 6}, algorithm="rloo").config.algorithm.preset == "rloo"
     assert from_file(steps=7).config.engine.max_sessions == 2
+
+
+def test_environment_and_override_can_be_given_alone(policy: Path, tmp_path: Path) -> None:
+    alone = partial(Trainer, model=policy, steps=1)
+    assert alone(environments="http://one").config.environments[0].url == "http://one"
+    trainer = alone(environments=Babble, settings="run.name=two")
+    assert trainer.config.environments[0].serve == (f"{Babble.__module__}:Babble",)
+    assert trainer.config.run.name == "two"
+
+
+def test_policy_is_not_saved_over_a_file(make: Make) -> None:
+    Path("notes").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"notes cannot be written .*; fix it or choose another folder"):
+        make().save("notes")
+    assert Path("notes").read_text() == "mine"
 
 
 def test_wrong_arguments_are_reported_immediately(make: Make) -> None:
