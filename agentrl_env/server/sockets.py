@@ -289,14 +289,14 @@ class Listener:
         host: address to bind, or ``unix:PATH`` for a socket in the file system.
         port: port to bind; 0 picks a free one.
         token: operator token, required beyond loopback.
-        insecure: permit an address beyond loopback without a token.
+        insecure: permit an address beyond loopback without a token. None if the program has no such option.
         tls: encrypts the connections.
 
     Raises ServeError.
     """
 
     def __init__(
-        self, host: str, port: int, *, token: str | None, insecure: bool, tls: Tls | None = None
+        self, host: str, port: int, *, token: str | None, insecure: bool | None, tls: Tls | None = None
     ) -> None:
         _check_exposure(host, token, insecure)
         self._tls, self._context = tls, tls.context() if tls is not None else None
@@ -393,7 +393,7 @@ def _bind_file(path: str) -> socket.socket:
     return bound
 
 
-def _check_exposure(host: str, token: str | None, insecure: bool) -> None:
+def _check_exposure(host: str, token: str | None, insecure: bool | None) -> None:
     if insecure or _is_loopback(host) or (token and not is_weak(token)):
         return
     if token:
@@ -402,9 +402,9 @@ def _check_exposure(host: str, token: str | None, insecure: bool) -> None:
             f"characters, {MIN_TOKEN_VARIETY} of them different; make one with {NEW_TOKEN} and give "
             "--token-file token.txt"
         )
+    option = "" if insecure is None else ", or --insecure to admit every caller that can reach it"
     raise ServeError(
-        f"refusing to serve on {host} without a token; give --token-file (or AGENTRL_TOKEN), "
-        "or --insecure to admit every caller that can reach it"
+        f"refusing to serve on {host} without a token; give --token-file (or AGENTRL_TOKEN){option}"
     )
 
 

@@ -89,8 +89,12 @@ def _with_preset(table: dict[str, Any], base: Path) -> tuple[dict[str, Any], lis
     path = absolute(name, base) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         names = sorted(one.stem for one in PRESETS.glob("*.toml"))
-        near = get_close_matches(name, names, n=1)
-        choice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}, or a TOML file"
+        near = get_close_matches(name, names, n=2)
+        choice = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"choose one of {', '.join(names)}, or a TOML file"
+        )
         return table, [f"algorithm.preset = {name!r} does not exist; {choice}"]
     preset = _in_folder(read_toml(path), path.parent)
     merge(preset, table)

@@ -22,12 +22,14 @@ Table = dict[str, Any]
 def read_toml(path: Path) -> Table:
     """Return the content of a file; raises ``ConfigError`` if it does not exist or is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a TOML file.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
 
 
@@ -179,8 +181,10 @@ def _sentences(
         known, own = [tag for tag in tags if ":" not in tag], any(":" in tag for tag in tags)
         hint = ", and no function such as 'mine.py:function'" * own
         yield f"{name} = {problem['ctx']['tag']!r} is none of {', '.join(known)}{hint}"
+    elif kind in ("model_type", "model_attributes_type"):
+        yield f"{name} = {problem['input']!r} should be a table"
     else:
-        message = problem["msg"].removeprefix("Input ")
+        message = problem["msg"].removeprefix("Input ").removeprefix("String ")
         yield f"{name} = {problem['input']!r} {message}"
 
 

@@ -197,7 +197,7 @@ class WatchServer:
 
     def __init__(self, folders: Sequence[Path], *, host: str, port: int, token: str | None) -> None:
         self._app = create_app(folders, token=token)
-        self._listener = Listener(host, port, token=token, insecure=False)
+        self._listener = Listener(host, port, token=token, insecure=None)
         self.url = self._listener.url
         names = " and ".join(str(folder) for folder in folders)
         self.announcement = f"watching {names} at {self.url}"

@@ -130,6 +130,28 @@ def test_missing_file_and_invalid_toml_are_reported(tmp_path: Path):
     assert "is not valid TOML" in refusal(tmp_path / "bad.toml")
 
 
+def test_file_of_a_windows_editor_is_read(config_file: Path):
+    config_file.write_bytes(b"\xef\xbb\xbf" + config_file.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_config(config_file).run.name
+
+
+def test_file_in_another_encoding_is_reported(config_file: Path):
+    config_file.write_bytes("# ä".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"is not UTF-8 at byte 2; save it as UTF-8"):
+        load_config(config_file)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train=3", "train = 3 should be a table"),
+        ("run.name=a b", "run.name = 'a b' should match pattern '^[A-Za-z0-9]"),
+    ],
+)
+def test_wrong_value_is_described_in_the_words_of_the_file(config_file: Path, override: str, reason: str):
+    assert reason in refusal(config_file, override)
+
+
 def test_missing_environment_folder_is_reported(config_file: Path):
     assert "there is no" in refusal(config_file, 'environments.0.serve=["tasks/none"]')
 
@@ -377,9 +399,10 @@ def test_preset_function_gets_a_parameter_or_is_replaced(config_file: Path):
 
 
 def test_unknown_preset_suggests_the_nearest(config_file: Path):
-    assert "algorithm.preset = 'grpoo' does not exist; did you mean grpo?" in refusal(
+    assert "algorithm.preset = 'grpoo' does not exist; did you mean grpo or " in refusal(
         config_file, "algorithm.preset=grpoo"
     )
+    assert "did you mean gspo or grpo?" in refusal(config_file, "algorithm.preset=gpro")
     assert "choose one of a3po, agentrl" in refusal(config_file, "algorithm.preset=xyz")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from agentrl_env.errors import ServeError
 from agentrl_train.batch import sequences
 from agentrl_train.errors import RunFolderError
 from agentrl_train.report.curves import CURVES
@@ -19,7 +20,7 @@ from agentrl_train.storage.journal import Journal
 from agentrl_train.telemetry.metrics import MetricsLog, readable
 from agentrl_train.watch import episodes
 from agentrl_train.watch import run as watched
-from agentrl_train.watch.app import create_app
+from agentrl_train.watch.app import WatchServer, create_app
 from agentrl_train.watch.run import GrowingFile
 from tests.train.telemetry.test_metrics import make_group
 
@@ -140,6 +141,12 @@ def test_two_runs_are_compared_in_the_same_charts(tmp_path: Path, client: Callab
     assert "Solid: a. Dashed: b." in text
     assert 'class="c0 dashed"' in text
     assert page.get("/data/episodes?run=2").status_code == 422
+
+
+def test_page_beyond_loopback_needs_a_token_and_names_only_its_own_options(tmp_path: Path):
+    with pytest.raises(ServeError, match="give --token-file") as raised:
+        WatchServer([tmp_path], host="0.0.0.0", port=0, token=None)
+    assert "insecure" not in str(raised.value)
 
 
 def test_folder_of_something_else_is_refused(tmp_path: Path):
