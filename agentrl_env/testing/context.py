@@ -131,16 +131,16 @@ Policy = Callable[[ClientSession, Rollout], Awaitable[Message | None]]
 """Returns the next assistant message, or None to stop."""
 
 
-def random_policy(seed: int) -> Policy:
+def random_policy(seed: int, text_share: float = 0.0) -> Policy:
     """Return a policy that draws valid calls, with strings that are often words of the environment.
 
-    Without tools it sends random words.
+    It sends a random word without tools, and in ``text_share`` of the turns.
     """
     rng = np.random.default_rng(seed)
 
     async def act(session: ClientSession, rollout: Rollout) -> Message:
         words = _words(rollout)
-        if not session.tools:
+        if not session.tools or (text_share and rng.random() < text_share):
             return Message.assistant(str(rng.choice(words)))
         call_id = f"call_{len(rollout.turns)}"
         return Message.assistant(None, sample_call(session.tools, rng, call_id=call_id, words=words))
@@ -286,8 +286,10 @@ class CheckContext:
         return rollout
 
     def explorers(self, seed: int) -> list[Policy]:
-        """Return a random policy and, if there is one, the expert, which reaches later states."""
-        return [random_policy(seed), *([self.explore_with_expert] if self.has_expert else [])]
+        """Return a random policy, one that also sends text if the task answers it, and the expert, if any."""
+        answers_text = bool(self.task.tools) and "respond" in self.task.capabilities
+        talking = [random_policy(seed, text_share=0.5)] if answers_text else []
+        return [random_policy(seed), *talking, *([self.explore_with_expert] if self.has_expert else [])]
 
     async def explored(self, count: int) -> AsyncIterator[Rollout]:
         """Yield the episodes that did not break, of up to ``count`` samples, each played by all explorers.

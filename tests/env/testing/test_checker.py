@@ -142,6 +142,16 @@ def test_ignored_seed_fails_seed_replay():
     assert "guess(n=" in evidence
 
 
+def test_chance_in_the_answer_to_text_fails_seed_replay():
+    class Moody(Guess):
+        def respond(self, text):
+            return f"My mood is {random.random()}."
+
+    evidence = failing(Moody, checks=only("seed_replay"))["seed_replay"]
+    assert "My mood is" in evidence
+    assert "Draw every random choice from the rng" in evidence
+
+
 def test_expert_passes_if_some_answers_do_not_follow_the_seed():
     calls = itertools.count()  # 0: with the expert, 1: without, 2 and later: compared with each other
 
