@@ -137,8 +137,14 @@ async def export(
             async with await client.open(task.name, split=split, index=index) as session:
                 info = session.info
                 moves, reward = await _oracle(session)
-            _write(folder, task, info, moves, reward)
-            _write_image(folder / "environment", context, archive, info)
+            try:
+                _write(folder, task, info, moves, reward)
+                _write_image(folder / "environment", context, archive, info)
+            except OSError as error:
+                reason = error.strerror or error
+                raise LaunchError(
+                    f"{folder} cannot be written ({reason}); choose another --output"
+                ) from error
             exported.append(Exported(folder=folder, oracle=reward))
     return exported
 

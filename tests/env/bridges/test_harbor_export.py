@@ -91,6 +91,9 @@ async def test_existing_folder_and_unknown_split_are_refused(tmp_path):
         await export(HOUSEHOLD, tmp_path, count=1)
     with pytest.raises(UnknownSample, match="no split 'none'; splits: train"):
         await export(HOUSEHOLD, tmp_path / "more", split="none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"cannot be written \(Not a directory\); choose another --output"):
+        await export(HOUSEHOLD, tmp_path / "file", count=1)
 
 
 async def test_task_without_an_expert_has_no_solution(tmp_path):
