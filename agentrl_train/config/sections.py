@@ -413,10 +413,15 @@ class Program(Table):
         return found + [f"ignore lists {name!r}, which defines a request: remove it" for name in asked]
 
 
+def _in_list(value: Any) -> Any:
+    """Return a list of a single target, which needs no brackets."""
+    return [value] if isinstance(value, str) else value
+
+
 class EnvironmentSection(Section):
     """Environments of a server that the run starts or that already runs, or samples of an agent program."""
 
-    serve: tuple[TargetPath, ...] = ()
+    serve: Annotated[tuple[TargetPath, ...], BeforeValidator(_in_list)] = ()
     """Targets to serve from a child process: folders, ``file.py:Class``, ``module:Class``, or task names."""
     start_timeout_s: Positive = 600.0
     """Deadline for the server of ``serve`` to start."""

@@ -183,6 +183,8 @@ def _sentences(
         yield f"{name} = {problem['ctx']['tag']!r} is none of {', '.join(known)}{hint}"
     elif kind in ("model_type", "model_attributes_type"):
         yield f"{name} = {problem['input']!r} should be a table"
+    elif kind == "tuple_type":
+        yield f"{name} = {problem['input']!r} should be a list"
     else:
         message = problem["msg"].removeprefix("Input ").removeprefix("String ")
         yield f"{name} = {problem['input']!r} {message}"

@@ -145,11 +145,16 @@ def test_file_in_another_encoding_is_reported(config_file: Path):
     ("override", "reason"),
     [
         ("train=3", "train = 3 should be a table"),
+        ("environments.0.serve=3", "environments.0.serve = 3 should be a list"),
         ("run.name=a b", "run.name = 'a b' should match pattern '^[A-Za-z0-9]"),
     ],
 )
 def test_wrong_value_is_described_in_the_words_of_the_file(config_file: Path, override: str, reason: str):
     assert reason in refusal(config_file, override)
+
+
+def test_single_target_needs_no_brackets(config_file: Path):
+    assert load_config(config_file, ["environments.0.serve=math:tau"]).environments[0].serve == ("math:tau",)
 
 
 def test_missing_environment_folder_is_reported(config_file: Path):
