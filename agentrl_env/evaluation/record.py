@@ -158,7 +158,8 @@ class RunFile:
         settings: Settings of this evaluation.
 
     Raises:
-        EvaluationError: The folder x
+        EvaluationError: The folder has an evaluation with other settings or results of something else, or
+            another process writes to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], settings: EvaluationSettings) -> None:
