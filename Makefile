@@ -6,6 +6,8 @@ MCP2 := .venv-mcp2
 AGENTRL := .venv-agentrl
 HARBOR := .venv-harbor
 INSTRUCTOR := .venv-instructor
+OLDEST := .venv-oldest
+OLDEST_EXTRAS := train,redis,docker,mcp,agentrl,dbbench,otel,knowledgegraph
 NPM_AGENTS := @anthropic-ai/claude-code@2.1 opencode-ai@1.18 @openai/codex@0.171
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -19,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE =
 # The first of quickstart, quickstart-2, quickstart-3 ... that is not taken.
 NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quickstart-$$i; i=$$((i+1)); done; echo $$name)
 
-.PHONY: help setup train test slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs docs-text pictures dist clean
+.PHONY: help setup train test oldest slow environments bridges docker vllm gpu gpu-quick ray faults fuzz hostile chaos soak lint bench paper paper-real real docs docs-text pictures dist clean
 
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
@@ -43,6 +45,17 @@ train: $(VENV)/.train  ## train the starter policy on three tasks; SEED=1 NAME=a
 test: $(VENV)/.dev  ## all quick tests that need no Docker, in TEST_PROCESSES=3 processes
 	-@.ci/system-packages chromium redis-server bubblewrap prometheus
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+oldest: $(OLDEST)/.installed  ## the quick tests with the oldest dependencies that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest -W ignore::DeprecationWarning -n $(TEST_PROCESSES) --dist loadfile tests/env tests/train $(ARGS)
+
+$(OLDEST)/.installed: $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(BIN)/python release/oldest.py $(OLDEST_EXTRAS) > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -c $(OLDEST)/constraints.txt \
+		-e '.[$(OLDEST_EXTRAS)]' pytest pytest-asyncio pytest-xdist hypothesis \
+		peft schemathesis playwright kubernetes-validate
+	touch $@
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds, and further cases of quick ones
 	$(BIN)/python -m pytest -m 'slow and not environments' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)

@@ -16,6 +16,7 @@ from agentrl_env import __version__
 from agentrl_train.cli.quickstart import free_name, write_config
 from agentrl_train.errors import ConfigError
 from release.dist import PROJECTS, TRIALS, build, try_commands
+from release.oldest import constraints
 
 ROOT = Path(__file__).parents[1]
 TASKS = sorted(path.parent for path in ROOT.glob("environments/**/environment.py"))
@@ -143,3 +144,21 @@ def test_commands_work_with_only_the_wheels(wheels, tmp_path):
     assert (empty / "runs/quickstart/summary.json").is_file()
     config = tomllib.loads((empty / "runs/quickstart.toml").read_text())
     assert config["run"]["steps"] == 50
+
+
+def test_every_dependency_has_an_oldest_release():
+    settings = project(".")["project"]
+    optional = settings["optional-dependencies"].values()
+    listed = [*settings["dependencies"], *(one for extra in optional for one in extra)]
+    found = constraints(settings, list(settings["optional-dependencies"]))
+    assert [re.split(r"[>=;]", one)[0] for one in found] == [re.split(r"[>=;\[]", one)[0] for one in listed]
+
+
+def test_oldest_release_is_the_lower_bound_of_a_requirement():
+    settings = {
+        "dependencies": ["a>=1.2,<2", "b[x]>=3; sys_platform == 'linux'"],
+        "optional-dependencies": {"more": ["c==4"], "other": ["d>=5"]},
+    }
+    assert constraints(settings, ["more"]) == ["a==1.2", 'b==3; sys_platform == "linux"', "c==4"]
+    with pytest.raises(ValueError, match="e<2 has no lower bound: add one"):
+        constraints({**settings, "dependencies": ["e<2"]}, [])
