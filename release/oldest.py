@@ -7,32 +7,37 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def oldest(requirement: Requirement) -> str:
-    """Return the constraint with the oldest release that a requirement allows.
+def oldest(requirement: Requirement) -> Version:
+    """Return the oldest release that a requirement allows.
 
     Raises:
         ValueError: the requirement has no lower bound.
     """
-    bounds = [one.version for one in requirement.specifier if one.operator in (">=", "==")]
-    if not bounds:
-        raise ValueError(f"{requirement} has no lower bound: add one")
-    marker = f"; {requirement.marker}" if requirement.marker else ""
-    return f"{requirement.name}=={bounds[0]}{marker}"
+    for one in requirement.specifier:
+        if one.operator in (">=", "=="):
+            return Version(one.version)
+    raise ValueError(f"{requirement} has no lower bound: add one")
 
 
-def constraints(project: dict[str, Any], extras: list[str]) -> list[str]:
+def constraints(project: dict[str, Any], extras: Sequence[str]) -> list[str]:
     """Return the constraints for the dependencies of a project and of some of its extras."""
     optional = project["optional-dependencies"]
     listed = [*project["dependencies"], *(one for extra in extras for one in optional[extra])]
-    return [oldest(Requirement(one)) for one in listed]
+    found: dict[str, Version] = {}
+    for requirement in map(Requirement, listed):
+        name = requirement.name
+        found[name] = max(found.get(name, oldest(requirement)), oldest(requirement))
+    return [f"{name}=={version}" for name, version in found.items()]
 
 
 if __name__ == "__main__":
