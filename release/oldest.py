@@ -35,8 +35,8 @@ def constraints(project: dict[str, Any], extras: Sequence[str]) -> list[str]:
     listed = [*project["dependencies"], *(one for extra in extras for one in optional[extra])]
     found: dict[str, Version] = {}
     for requirement in map(Requirement, listed):
-        name = requirement.name
-        found[name] = max(found.get(name, oldest(requirement)), oldest(requirement))
+        version = oldest(requirement)
+        found[requirement.name] = max(version, found.get(requirement.name, version))
     return [f"{name}=={version}" for name, version in found.items()]
 
 

@@ -367,7 +367,9 @@ def test_invalid_settings_are_rejected_with_the_reason() -> None:
     assert "so no agent can act" in refusal(nobody)
     assert "which is for its report" in refusal("rollout.sub_agent={max_turns=1, worker_tools=['look']}")
     assert "one can belong to a planner" in refusal("algorithm.credit=turn", "rollout.sub_agent={}")
-    assert "should match pattern" in refusal("rollout.sub_agent={name='two words'}")
+    assert "rollout.sub_agent.name = 'two words' should match pattern" in refusal(
+        "rollout.sub_agent={name='two words'}"
+    )
 
 
 def test_preset_matpo_offers_the_sub_agent_and_its_keys_can_be_overridden() -> None:

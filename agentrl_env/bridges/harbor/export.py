@@ -150,7 +150,7 @@ async def export(
 
 
 async def _oracle(session: ClientSession) -> tuple[list[tuple[str, str]], float | None]:
-    """Play the expert, one call per turn. Return its calls and reward. Without an expert, it is None."""
+    """Play the expert, one call per turn. Return its calls, and its reward or None without an expert."""
     moves, reward = [], 0.0
     while not session.status.final:
         try:

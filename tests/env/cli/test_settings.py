@@ -76,6 +76,6 @@ def test_options_have_the_descriptions_and_limits_of_the_fields(model):
 
 def test_value_outside_the_limits_of_its_field_is_refused():
     command, calls = command_of(InMemory)
-    with pytest.raises(typer.BadParameter, match=r"greater than or equal to 1|x>=1"):
+    with pytest.raises(typer.BadParameter, match="greater than or equal to 1"):
         command(["box", "--size", "0"], prog_name="show", standalone_mode=False)
     assert calls == []

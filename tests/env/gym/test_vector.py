@@ -829,7 +829,7 @@ env.close()
 
 
 # gymnasium before 1.4 closes what its constructor rejected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(r"ignore:Exception ignored in. <function VectorEnv\.__del__")
 def test_invalid_constructor_arguments_are_rejected(server):
     with pytest.raises(ValueError, match="either url="):
         GymVectorEnv(2)
