@@ -11,10 +11,11 @@ from statistics import fmean
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection, RunConfig
-from agentrl_train.models.loading import chat_format, load_policy, open_policy
+from agentrl_train.models.loading import auto_dtype, chat_format, load_policy, open_policy, with_dtype
 from agentrl_train.placement.environments import environments
 from agentrl_train.planning.measure import Rates, measure
 from agentrl_train.planning.memory import (
@@ -47,6 +48,8 @@ LEAST_CONTEXT = 64
 class Plan:
     """The figures of a run."""
 
+    config: RunConfig
+    """The configuration, with the dtypes that "auto" selects."""
     size: ModelSize
     engine: Mapping[str, float]
     """Bytes of the parts of the engine."""
@@ -74,7 +77,7 @@ def plan(config: RunConfig, *, measured: bool) -> int:
     """
     found = make_plan(config, measured=measured)
     console = Console()
-    for topic, text in lines(config, found):
+    for topic, text in lines(found):
         console.print(f"{topic:<9}{text}", soft_wrap=True, highlight=False, markup=False)
     return 0 if found.fits else 1
 
@@ -89,11 +92,13 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
     model, tokenizer, _ = open_policy(source.path, dtype=source.dtype, revision=source.revision)
     with as_config_errors():
         size = size_of(model, config.train.lora or REMEDY)
+    config = _with_dtypes(config, model)
     chat = chat_format(source, model=model, tokenizer=tokenizer)
     lengths = asyncio.run(_lengths(config, chat))
     rollout = config.rollout
     places = memory_needs(config, size)
     return Plan(
+        config=config,
         size=size,
         engine=engine_memory(size, config.engine, sessions=config.sessions),
         learner=_learner(config, size),
@@ -103,6 +108,14 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
         step=step_tokens(lengths, groups=rollout.groups_per_step, group_size=rollout.group_size),
         rates=_measured(config, lengths) if measured and fits(places) else None,
     )
+
+
+def _with_dtypes(config: RunConfig, model: PreTrainedModel) -> RunConfig:
+    """Return a configuration with the dtypes that "auto" selects for a single learner process."""
+    train = config.train
+    if train.precision == "auto":
+        train = train.model_copy(update={"precision": auto_dtype(model, config.engine.device)})
+    return config.model_copy(update={"engine": with_dtype(config.engine, model), "train": train})
 
 
 def memory_needs(config: RunConfig, size: ModelSize) -> list[Need]:
@@ -190,9 +203,10 @@ def _measured(config: RunConfig, lengths: Sequence[Lengths]) -> Rates | None:
     )
 
 
-def lines(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the topic and the text of each line of a plan."""
-    size, engine, train = plan.size, config.engine, config.train
+    config, size = plan.config, plan.size
+    engine, train = config.engine, config.train
     yield (
         "model",
         f"{size.parameters / 1e6:,.1f} million parameters, {size.layers} layers, width {size.width}, "
@@ -206,7 +220,10 @@ def lines(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     )
     trained = f"LoRA of rank {train.lora.rank}, " if train.lora else ""
     tokens = max(train.micro_batch_tokens, engine.max_context)
-    yield "learner", f"{trained}micro-batches of {tokens:,} tokens: {_parts(plan.learner)}"
+    yield (
+        "learner",
+        f"{trained}{train.precision}, micro-batches of {tokens:,} tokens: {_parts(plan.learner)}",
+    )
     for one in plan.needs:
         result = "fits" if one.missing <= 0 else f"does not fit, {one.missing / GB:.1f} GB are missing"
         yield (
@@ -228,7 +245,7 @@ def lines(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         f"{step.episodes} episodes: {step.sampled:,.0f} tokens sampled, {step.prefilled:,.0f} prefilled, "
         f"{step.trained:,.0f} trained",
     )
-    yield from _speed(config, plan)
+    yield from _speed(plan)
 
 
 def _task(one: Lengths, engine: EngineSection) -> str:
@@ -247,8 +264,8 @@ def _task(one: Lengths, engine: EngineSection) -> str:
     return text
 
 
-def _speed(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    rates, step = plan.rates, plan.step
+def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
+    config, rates, step = plan.config, plan.rates, plan.step
     if rates is None:
         return
     yield (

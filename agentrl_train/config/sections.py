@@ -102,8 +102,9 @@ class EngineSection(Section):
     """PyTorch in the trainer's process, or vLLM in separate processes."""
     device: str = "cpu"
     """PyTorch device of engine and learner: "cpu" or "cuda"."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the sampling weights. The trainer keeps float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the sampling weights. The trainer keeps float32. "auto" is bfloat16 for models of at least 50
+    million parameters on a CPU with bfloat16 instructions, and otherwise float32."""
     max_sessions: Count = 64
     """Concurrent episodes."""
     max_context: Annotated[int, Field(ge=16)] = 2048

@@ -160,11 +160,16 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values [1, heads, tokens, dim] of a pass; return the whole cache."""
         while len(self._storage) <= layer_idx:
-            self._storage.append((self._allocate(key_states), self._allocate(value_states)))
+            self._storage.append((self._allocate_keys(key_states), self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
         keys[self._slots, :, self.positions] = key_states[0].transpose(0, 1)
         values[self._slots, :, self.positions] = value_states[0].transpose(0, 1)
         return keys, values
+
+    def _allocate_keys(self, states: Tensor) -> Tensor:
+        if states.device.type != "cpu":
+            return self._allocate(states)
+        return self._allocate(states).transpose(2, 3).contiguous().transpose(2, 3)
 
     def _allocate(self, states: Tensor) -> Tensor:
         shape = (self.num_slots, states.shape[1], self.max_context + 1, states.shape[3])

@@ -54,6 +54,7 @@ from agentrl_train.learner.state import (
 )
 from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
 from agentrl_train.models.architecture import check_head, persistent_buffers
+from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
 
@@ -89,10 +90,6 @@ def lr_fraction(
 Reduce = Callable[[Tensor, str], Tensor]
 """``(values, "sum" | "max") -> values of all ranks``."""
 logger = logging.getLogger(__name__)
-FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
-"""Capabilities of processors that multiply bfloat16 several times faster than float32."""
-LARGE_MODEL = 50_000_000
-"""Minimum size for ``precision = "auto"`` to choose bfloat16, in parameters. Small models gain little."""
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
 HISTORY = 50
@@ -516,21 +513,13 @@ class Learner:
 
 
 def precision_of(train: TrainSection, model: PreTrainedModel, place: Place) -> str:
-    """Return the compute dtype of a learner. "auto" selects it by the processor and the model.
+    """Return the compute dtype of a learner.
 
-    The selection depends on the processor's instructions and not on a measurement, so that repeated runs on a
-    machine are the same. Several ranks use float32, because they can be on different processors.
+    With "auto", several ranks use float32, because they can be on different processors.
     """
     if train.precision != "auto":
         return train.precision
-    alone = place.device.type == "cpu" and place.mesh is None
-    large = sum(value.numel() for value in model.parameters()) >= LARGE_MODEL
-    # Older releases lack the function.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if alone and large and any(capabilities.get(name) for name in FAST_BFLOAT16):
-        logger.info("The learner computes in bfloat16, in which this processor is faster (train.precision).")
-        return "bfloat16"
-    return "float32"
+    return auto_dtype(model, str(place.device)) if place.mesh is None else "float32"
 
 
 def _mesh_position(mesh: DeviceMesh | None) -> tuple[Part, Part]:

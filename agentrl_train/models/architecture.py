@@ -99,7 +99,8 @@ def hiding(
 
 
 FEW_QUERIES = 64
-"""Grouped heads are faster up to this number of queries of a sequence. Larger masks are costly to repeat."""
+"""Grouped heads and plain products are faster up to this number of queries of a sequence. Beyond it, repeated
+masks and scores are costly."""
 
 
 def attend(
@@ -117,8 +118,9 @@ def attend(
 
     Args:
         query: [rows, heads, queries, dim].
-        key: [rows, heads or fewer, keys, dim].
-        value: like ``key``.
+        key: [rows, heads or fewer, keys, dim]. A processor multiplies it fastest if its columns are
+            contiguous, as in the transpose of a [..., dim, keys] tensor.
+        value: like ``key``, with contiguous rows.
         mask: added to the scores; None means no mask.
         is_causal: True if each query sees only the keys up to its own position. Needs as many keys and no
             mask.
@@ -127,17 +129,18 @@ def attend(
         sinks: logit of each head for attending to no key (gpt-oss).
     """
     if softcap is None and sinks is None:
-        grouped = query.shape[1] != key.shape[1]
-        if query.device.type == "cpu" and grouped and not is_causal and query.shape[2] <= FEW_QUERIES:
+        grouped, by_column = query.shape[1] != key.shape[1], key.stride(-1) != 1
+        few = not is_causal and query.shape[2] <= FEW_QUERIES
+        if query.device.type == "cpu" and few and (grouped or by_column):
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
         return scaled_dot_product_attention(
             query,
-            key,
+            key.contiguous() if by_column else key,
             value,
             attn_mask=mask,
             is_causal=is_causal,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=grouped,
         )
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -168,7 +171,13 @@ def _attend_in_groups(
     if mask is not None and width > 1:
         mask = mask.repeat(1, 1, shared, 1)
     grouped = query.reshape(rows, key.shape[1], shared * width, dim)
-    seen = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    if key.stride(-1) == 1:
+        seen = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = (grouped * (dim**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+        if mask is not None:
+            scores = scores + mask
+        seen = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
     return seen.reshape(rows, heads, width, value.shape[-1])
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import ModelSection
+from agentrl_train.config import EngineSection, ModelSection
 from agentrl_train.errors import ConfigError, TrainError
 from agentrl_train.models.adapters import adapter_base, merge_adapter
 from agentrl_train.models.sources import local_model
@@ -45,6 +45,10 @@ STORED_SETTINGS = "agentrl"
 CHAT_SETTINGS = {"stop", "tool_parser", "template_kwargs", "system_prompt"}
 """Settings of ``[model]`` that are part of the trained policy."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+"""Capabilities of processors that multiply bfloat16 several times faster than float32."""
+LARGE_MODEL = 50_000_000
+"""Minimum size for "auto" to select bfloat16, in parameters. Small models gain little."""
 
 
 def load_policy(
@@ -209,6 +213,26 @@ def _check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             f"model has embeddings for, {beyond[min(beyond)]!r} first: use the tokenizer of this model, or "
             "resize its embeddings"
         )
+
+
+def auto_dtype(model: PreTrainedModel, device: str) -> str:
+    """Return the dtype that "auto" selects for the computations of an engine or a learner.
+
+    It is bfloat16 for a large model on a CPU with instructions for it, and otherwise float32. A measurement
+    would be more exact, but repeated runs on a machine could differ.
+    """
+    large = sum(value.numel() for value in model.parameters()) >= LARGE_MODEL
+    # Older releases lack the function.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = device == "cpu" and any(capabilities.get(name) for name in FAST_BFLOAT16)
+    return "bfloat16" if large and fast else "float32"
+
+
+def with_dtype(engine: EngineSection, model: PreTrainedModel) -> EngineSection:
+    """Return the settings with the dtype that "auto" selects for a model, with or without weights."""
+    if engine.dtype != "auto":
+        return engine
+    return engine.model_copy(update={"dtype": auto_dtype(model, engine.device)})
 
 
 def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from agentrl_train.batch import pack
 from agentrl_train.config import EngineSection, TrainSection
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.models.loading import copy_of
+from agentrl_train.models.loading import copy_of, with_dtype
 from agentrl_train.planning.tokens import StepTokens
 from agentrl_train.types import SamplingParams, TokenSequence
 
@@ -102,7 +102,7 @@ async def _measure_engine(
     rng = np.random.default_rng(0)
     vocabulary = model.config.get_text_config().vocab_size
     torch_engine = TorchEngine(
-        {"current": copy_of(model, dtype=engine.dtype, device=engine.device)},
+        {"current": copy_of(model, dtype=with_dtype(engine, model).dtype, device=engine.device)},
         stop_token_ids=(),
         max_sequences=sessions,
         max_context=context + TRIED + 256,

@@ -92,10 +92,10 @@ def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[s
 
     Args:
         size: shapes of the model.
-        engine: settings of the engine.
+        engine: settings of the engine. The dtype "auto" counts as float32.
         sessions: sampling policy -> number of its concurrent episodes.
     """
-    number = BYTES[engine.dtype]
+    number = 2 if engine.dtype == "bfloat16" else 4
     cache = sum(sessions.values()) * engine.max_context * size.cached * number
     if engine.kind == "vllm":
         cache = int(engine.vllm.args.get("kv_cache_memory_bytes", VLLM_CPU_CACHE)) * len(sessions)
@@ -212,7 +212,7 @@ def remedies(
     if not train.activation_checkpointing:
         train = changed(train, activation_checkpointing=True)
         yield "train.activation_checkpointing = true", (model, engine, train)
-    if engine.dtype == "float32":
+    if engine.dtype != "bfloat16":
         engine = changed(engine, dtype="bfloat16")
         yield 'engine.dtype = "bfloat16"', (model, engine, train)
     while engine.kind == "torch" and engine.max_sessions >= 16:

@@ -173,7 +173,7 @@ async def policy(
         own = {"stored": stored, "threads": training, "trace": trace}
         options = learner_options(config, model=model) | own
         with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
-            accepted = tolerance(config.engine, config.model.dtype, learner.settings.precision)
+            accepted = tolerance(config.engine, config.model, learner.settings, model=model)
             publisher = make_publisher(
                 ready.engine,
                 config.rollout,

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import EngineSection, ModelSection, RolloutSection
+from agentrl_train.config import EngineSection, ModelSection, RolloutSection, TrainSection
 from agentrl_train.config.sections import RunSection
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
@@ -24,7 +24,7 @@ from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
 from agentrl_train.models.architecture import CheckpointNames
-from agentrl_train.models.loading import copy_of, load_policy
+from agentrl_train.models.loading import copy_of, load_policy, with_dtype
 from agentrl_train.models.sources import local_model
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.launcher import Launcher
@@ -86,7 +86,8 @@ def make_engine(
     Raises:
         ConfigError: vLLM is configured and not installed.
     """
-    engine = processes.engine
+    engine = with_dtype(processes.engine, model)
+    processes = replace(processes, engine=engine)
     if engine.kind == "vllm" or launcher.separate_engines:
         options = _serving_options(processes, launcher=launcher, path=path, threads=process_threads)
         options = replace(options, revision=section.revision, stop_token_ids=chat.stop_token_ids)
@@ -226,7 +227,9 @@ def _stale_weights(
     return dict(model.named_parameters())
 
 
-def tolerance(engine: EngineSection, *dtypes: str) -> Drift:
+def tolerance(
+    engine: EngineSection, section: ModelSection, train: TrainSection, *, model: PreTrainedModel
+) -> Drift:
     """Return the tolerated difference in log-probability between engine and trainer.
 
     With less precision than float32, and between different GPU kernels, single tokens differ by up to half a
@@ -234,9 +237,11 @@ def tolerance(engine: EngineSection, *dtypes: str) -> Drift:
 
     Args:
         engine: settings of the engine.
-        dtypes: dtypes of the weights and of the learner.
+        section: settings of the model.
+        train: settings of the learner, with its precision.
+        model: the policy, with or without weights.
     """
-    if {*dtypes, engine.dtype} != {"float32"}:
+    if {with_dtype(engine, model).dtype, section.dtype, train.precision} != {"float32"}:
         return Drift(worst=math.inf, mean=0.1)
     if engine.device != "cpu":
         return Drift(worst=math.inf, mean=0.01)

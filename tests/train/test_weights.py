@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from agentrl_train.config import EngineSection
+from agentrl_train.config import EngineSection, ModelSection, TrainSection
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import ConfigError, WeightMismatch
 from agentrl_train.learner.sharding import GatheredWeights
@@ -61,7 +61,12 @@ def test_tolerance_for_rounding_grows_as_the_temperature_falls_below_1(
     temperature: float, factor: int
 ) -> None:
     engine = EngineSection(temperature=temperature, dtype="float32")
-    accepted = tolerance(engine, "float32", "float32")
+    accepted = tolerance(
+        engine,
+        ModelSection(path="any"),
+        TrainSection(learning_rate=1e-5, precision="float32"),
+        model=torch.nn.Linear(1, 1),
+    )
     assert (accepted.worst, accepted.mean) == (factor * FLOAT32.worst, factor * FLOAT32.mean)
 
 

@@ -631,7 +631,7 @@ def test_large_model_uses_bfloat16_if_the_processor_is_faster_with_it(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
     if large:
-        monkeypatch.setattr("agentrl_train.learner.learner.LARGE_MODEL", 1)
+        monkeypatch.setattr("agentrl_train.models.loading.LARGE_MODEL", 1)
     one = learner(precision=chosen)
     assert one.settings.precision == expected
     ours = learner(precision=expected).step(pack(made()))
