@@ -224,9 +224,11 @@ class EngineContract:
             asyncio.create_task(subject.generate(prompt(n), key=f"long {n}", max_new_tokens=490, seed=n))
             for n in range(8)
         ]
+        pause_s = 0.01  # it grows, so that engines of any speed sample between two publications
         while not all(task.done() for task in running):
             await subject.publish(seed=version_seed(subject))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.3, 2 * pause_s)
         done = [task.result() for task in running]
         assert any(len(set(completion.versions)) > 1 for completion in done)
         for number, completion in enumerate(done):

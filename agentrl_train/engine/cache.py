@@ -20,7 +20,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.models.architecture import attend, cache_argument, hiding, layer_types
+from agentrl_train.models.architecture import (
+    FEW_QUERIES,
+    attend,
+    attends_by_products,
+    cache_argument,
+    hiding,
+    layer_types,
+    reach,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,7 +175,7 @@ class SlotCache(Cache):
         return keys, values
 
     def _allocate_keys(self, states: Tensor) -> Tensor:
-        if states.device.type != "cpu":
+        if not attends_by_products(states):
             return self._allocate(states)
         return self._allocate(states).transpose(2, 3).contiguous().transpose(2, 3)
 
@@ -222,9 +230,19 @@ def slot_attention(
         if group.padded is not None:
             asked = asked.index_select(1, group.padded.flatten())
         asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
-        mask = group.mask(cache.config, kind, cache.positions[part], query.dtype)
         keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
-        seen = attend(asked, keys, values, mask=mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+        is_causal = size == 1 and width > FEW_QUERIES and group.length <= reach(cache.config, kind)
+        is_causal = is_causal and (width == group.length or attends_by_products(values))
+        seen = attend(
+            asked,
+            keys,
+            values,
+            mask=None if is_causal else group.mask(cache.config, kind, cache.positions[part], query.dtype),
+            is_causal=is_causal,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+        )
         seen = seen.transpose(1, 2).reshape(size * width, -1, value.shape[-1])
         result[part] = seen if group.unpadded is None else seen.index_select(0, group.unpadded)
     return result[None], None
@@ -332,7 +350,7 @@ class Drafts:
         return guessed
 
 
-CALL_COLUMNS = 160
+CALL_COLUMNS = 600
 """Cost of one more call of the attention on a CPU, in padded columns of a sequence."""
 
 

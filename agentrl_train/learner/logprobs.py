@@ -24,7 +24,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl_train.batch import Row, alphabetical, families, joined_sets, pack_rows, shared_beginning
-from agentrl_train.models.architecture import attend, has_masks, hiding, layer_types, reach, read_logits
+from agentrl_train.models.architecture import (
+    attend,
+    attends_by_products,
+    has_masks,
+    hiding,
+    layer_types,
+    reach,
+    read_logits,
+)
 from agentrl_train.types import IntArray, MicroBatch, TokenSequence
 
 if TYPE_CHECKING:
@@ -397,7 +405,7 @@ def _attended(
     """Return the attention of the last tokens of a sequence (the queries), in parts."""
     length, window = key.shape[2], reach(config, kind)
     start = length - query.shape[2]
-    if start == 0 and length <= window:
+    if length <= window and (start == 0 or attends_by_products(value)):
         return [score(query, key, value, is_causal=True)]
     found: list[Tensor] = []
     places, size = torch.arange(length, device=query.device), int(min(window, length))

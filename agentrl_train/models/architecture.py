@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.generic import ModelOutput
@@ -122,8 +123,8 @@ def attend(
             contiguous, as in the transpose of a [..., dim, keys] tensor.
         value: like ``key``, with contiguous rows.
         mask: added to the scores; None means no mask.
-        is_causal: True if each query sees only the keys up to its own position. Needs as many keys and no
-            mask.
+        is_causal: True if the queries are those of the last keys, and each sees the keys up to its own. Needs
+            no mask, and as many keys as queries unless ``attends_by_products``.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         sinks: logit of each head for attending to no key (gpt-oss).
@@ -131,6 +132,10 @@ def attend(
     if softcap is None and sinks is None:
         grouped, by_column = query.shape[1] != key.shape[1], key.stride(-1) != 1
         few = not is_causal and query.shape[2] <= FEW_QUERIES
+        if is_causal and attends_by_products(value):
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return _CausalBlocks.apply(query, key, value, scale)  # type: ignore[no-any-return]
         if query.device.type == "cpu" and few and (grouped or by_column):
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
         return scaled_dot_product_attention(
@@ -150,7 +155,8 @@ def attend(
     if mask is not None:
         scores = scores + mask
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1 + key.shape[2] - query.shape[2])
+        scores = scores.masked_fill(later, -torch.inf)
     if sinks is not None:
         sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
@@ -177,8 +183,78 @@ def _attend_in_groups(
         scores = (grouped * (dim**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
         if mask is not None:
             scores = scores + mask
-        seen = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+        seen = scores.softmax(dim=-1) @ value
     return seen.reshape(rows, heads, width, value.shape[-1])
+
+
+BLOCK_QUERIES = 64
+"""Number of queries whose scores are in memory at a time."""
+
+
+def attends_by_products(value: Tensor) -> bool:
+    """Return True if attention to these values is computed by plain products, a block of queries at a time.
+
+    In bfloat16 on a CPU they are twice as fast, forward and backward, as ``scaled_dot_product_attention``.
+    """
+    return value.device.type == "cpu" and value.dtype == torch.bfloat16
+
+
+class _CausalBlocks(torch.autograd.Function):
+    """Causal attention of the last tokens of a sequence. The scores are recomputed in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        asked, keys, values = _by_key_head(query, key, value)
+        found = asked.new_empty(*asked.shape[:3], values.shape[-1])
+        for rows, shares, known in _shares(asked, _columns(keys), scale):
+            found[:, :, rows] = (shares @ values[:, :known]).view_as(found[:, :, rows])
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return found.view(*query.shape[:3], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value = ctx.saved_tensors
+        asked, keys, values = _by_key_head(query, key, value)
+        of_found = gradient.reshape(*asked.shape[:3], -1)
+        of_query = torch.empty_like(asked)
+        # Many blocks add to the gradient of a key, so the sums have more precision.
+        exact = torch.promote_types(value.dtype, torch.float32)
+        of_key, of_value = (torch.zeros_like(one, dtype=exact) for one in (keys, values))
+        value_columns = _columns(values)
+        for rows, shares, known in _shares(asked, _columns(keys), ctx.scale):
+            queries, of_seen = (one[:, :, rows].flatten(1, 2) for one in (asked, of_found))
+            of_value[:, :known] += shares.transpose(1, 2) @ of_seen
+            of_shares = of_seen @ value_columns[:, :, :known]
+            of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype) * ctx.scale
+            of_query[:, :, rows] = (of_scores @ keys[:, :known]).view_as(of_query[:, :, rows])
+            of_key[:, :known] += of_scores.transpose(1, 2) @ queries
+        return of_query.view_as(query), of_key.view_as(key).to(key), of_value.view_as(value).to(value), None
+
+
+def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [rows * key heads, queries of each, tokens, dim], and keys and values with one head."""
+    shared = query.shape[1] // key.shape[1]
+    return query.reshape(-1, shared, *query.shape[2:]), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _columns(keys: Tensor) -> Tensor:
+    """Return the transposed matrices, each row of them contiguous."""
+    columns = keys.transpose(1, 2)
+    return columns if columns.stride(-1) == 1 else columns.contiguous()
+
+
+def _shares(asked: Tensor, columns: Tensor, scale: float) -> Iterator[tuple[slice, Tensor, int]]:
+    """Yield blocks of queries, their shares of the keys they see, and the number of these keys."""
+    heads, _, width, _ = asked.shape
+    for begin in range(0, width, BLOCK_QUERIES):
+        rows = slice(begin, min(begin + BLOCK_QUERIES, width))
+        size, known = rows.stop - begin, columns.shape[2] - width + rows.stop
+        scores = (asked[:, :, rows] * scale).flatten(1, 2) @ columns[:, :, :known]
+        later = torch.ones(size, size, dtype=torch.bool).triu(1)
+        scores.view(heads, -1, size, known)[..., known - size :].masked_fill_(later, -torch.inf)
+        yield rows, scores.softmax(-1), known
 
 
 PACKED_ROWS = 32
