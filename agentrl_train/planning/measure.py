@@ -147,7 +147,6 @@ def _measure_update(
     settings = train.model_copy(update={"learning_rate": 1e-12, "warmup_steps": 0})
     learner = Learner(model, settings)
     vocabulary = model.config.get_text_config().vocab_size
-    seconds: dict[int, float] = {}
 
     def update(tokens: int) -> float:
         sizes = [min(length, tokens - begin) for begin in range(0, tokens, length)]
@@ -158,18 +157,18 @@ def _measure_update(
             packed=learner.packs_rows,
             shared=learner.shares_prefixes,
         )
-        seconds[tokens] = learner.step(batches)["seconds"]
-        return seconds[tokens]
+        # The first update of a size is slow, because it allocates memory and compiles kernels.
+        return min(learner.step(batches)["seconds"] for _ in range(2))
 
-    update(SHORTEST_ROW)  # the first one allocates the optimizer's state
     short_s = update(SHORTEST_ROW)
-    affordable = (budget_s - 2 * short_s) / 3 * prefill / UPDATE_COST
+    affordable = (budget_s - 2 * short_s) / 4 * prefill / UPDATE_COST
     tokens = int(min(train.micro_batch_tokens, affordable))
     if tokens < 2 * SHORTEST_ROW:  # there is no time for a larger update
         return SHORTEST_ROW / short_s, 0.0
-    token_s = (update(tokens) - short_s) / (tokens - SHORTEST_ROW)
+    long_s = update(tokens)
+    token_s = (long_s - short_s) / (tokens - SHORTEST_ROW)
     if token_s <= 0:  # too small to tell apart
-        return tokens / seconds[tokens], 0.0
+        return tokens / long_s, 0.0
     return 1 / token_s, max(0.0, short_s - SHORTEST_ROW * token_s)
 
 

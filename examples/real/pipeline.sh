@@ -10,7 +10,7 @@ name=real-$seed
 config=examples/real/smollm2-135m.toml
 
 agentrl-train fetch smollm2-135m
-agentrl-train eval "$config" --set eval.samples=50 "${settings[@]}" --output "runs/$name-untrained"
+agentrl-train eval "$config" --set eval.samples=20 "${settings[@]}" --output "runs/$name-untrained"
 
 if [ ! -e "runs/$name-imitation/config.json" ]; then
   agentrl-train sft "$config" --output "runs/$name-imitation" --set "run.seed=$seed" "${settings[@]}"
