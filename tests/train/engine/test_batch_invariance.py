@@ -9,15 +9,16 @@ import torch
 
 from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler
 from agentrl_train.engine.torch import TorchEngine, independent_rows
+from agentrl_train.models.loading import copy_of
 from agentrl_train.types import Completion, SamplingParams
 from tests.tiny_models import make_model
 
 NUM_SESSIONS, TURNS = 30, 2
 
 
-def make_engine(*, deterministic: bool = True, slots: int = 24) -> TorchEngine:
+def make_engine(*, deterministic: bool = True, slots: int = 24, dtype: str = "float32") -> TorchEngine:
     return TorchEngine(
-        {"current": make_model()},
+        {"current": copy_of(make_model(), dtype=dtype)},
         stop_token_ids=[2],
         max_sequences=slots,
         max_context=256,
@@ -54,8 +55,11 @@ async def play(engine: TorchEngine, numbers: Sequence[int], seed: int | None) ->
 
 
 @pytest.mark.parametrize("slots", [3, 24])
-async def test_deterministic_completion_does_not_depend_on_concurrent_requests(slots: int) -> None:
-    engine = make_engine(slots=slots)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_deterministic_completion_does_not_depend_on_concurrent_requests(
+    slots: int, dtype: str
+) -> None:
+    engine = make_engine(slots=slots, dtype=dtype)
     numbers = list(range(NUM_SESSIONS))
     alone = {n: (await play(engine, [n], None))[n] for n in numbers[:6]}
     together = await play(engine, numbers, None)
