@@ -96,7 +96,9 @@ class Progress:
         tasks: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Show a trained step."""
-        self._pace_s = self._smooth(self._pace_s, self._step_seconds(step, elapsed_s))
+        # The elapsed time also includes evaluations.
+        step_s = metrics.get("step_seconds", self._step_seconds(step, elapsed_s))
+        self._pace_s = self._smooth(self._pace_s, step_s)
         self._step, self._elapsed_s, self._metrics = step, elapsed_s, metrics
         for task, values in tasks.items():
             line = self._tasks.setdefault(task, _TaskLine())

@@ -47,6 +47,13 @@ def test_terminal_shows_a_bar() -> None:
     assert "1/4 episodes, success 100.0%, 0:06 left" in file.getvalue()
 
 
+def test_time_left_of_a_run_excludes_the_evaluation_before_it() -> None:
+    file = io.StringIO()
+    progress = Progress(total_steps=25, console=Console(file=file, width=200))
+    progress.step(1, elapsed_s=730.0, metrics={"step_seconds": 30.0}, tasks={})
+    assert file.getvalue().rstrip().endswith("left 12:00")
+
+
 def test_long_evaluation_of_a_run_reports_its_progress() -> None:
     clock, file = [0.0], io.StringIO()
     console = Console(file=file, width=200)
