@@ -5,6 +5,9 @@ the best case of ``generate``. They take turns, so that other load affects all. 
 the prefill rate, and further tokens the decode rate. The limit is the longer of two times: the operations at
 the rate of a large matrix product, or reading the weights and the cache at the bandwidth of a copy. Both are
 measured in the same run with the same number of threads.
+
+Each measurement has a thread of its own, whose OpenMP workers end with it. With more workers than processors
+in a process, as after a measurement in the main thread, OpenMP lets all of them sleep between operations.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +38,8 @@ from agentrl_train.planning.memory import BYTES, size_of
 from agentrl_train.types import SamplingParams, Threads
 from tests.benchmarks.learner import ceiling
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SESSIONS, PROMPT, NEW = 32, 256, 64
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 CACHE_BYTES = 2**31
@@ -50,8 +57,15 @@ class Limit:
     decode: float
 
 
-def limit(model: PreTrainedModel, *, dtype: str, sessions: int) -> Limit:
+def alone(measure: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return the result of a measurement in a new thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(measure, *args, **options).result()
+
+
+def limit(model: PreTrainedModel, *, dtype: str, sessions: int, threads: int) -> Limit:
     """Return the limit of operations and of bandwidth in the middle of the completions."""
+    torch.set_num_threads(threads)
     size = size_of(model)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -113,12 +127,13 @@ def ours(model: PreTrainedModel, *, dtype: str, sessions: int, threads: int) -> 
 
 
 @contextmanager
-def huggingface(model: PreTrainedModel, *, dtype: str) -> Iterator[Timed]:
+def huggingface(model: PreTrainedModel, *, dtype: str, threads: int) -> Iterator[Timed]:
     """Yield ``generate`` with all prompts in one batch."""
     own = copy_of(model, dtype=dtype, device="cpu").eval()
 
     @torch.inference_mode()
     def complete(prompts: Prompts, new: int) -> float:
+        torch.set_num_threads(threads)
         ids = torch.tensor(prompts)
         started = time.perf_counter()
         own.generate(
@@ -134,7 +149,7 @@ def huggingface(model: PreTrainedModel, *, dtype: str) -> Iterator[Timed]:
         )
         return time.perf_counter() - started
 
-    yield complete
+    yield lambda prompts, new: alone(complete, prompts, new)
 
 
 @contextmanager
@@ -197,9 +212,9 @@ def measured(runs: dict[str, Timed], *, sessions: int, repeats: int, vocabulary:
 
 def run(path: str, *, quick: bool, threads: int) -> None:
     """Print a row for each engine and dtype."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # the main thread only loads
     model, _ = load_policy(path)
-    rates = product_rates("cpu")
+    rates = alone(product_rates, "cpu")
     dtypes = ["float32", "bfloat16"] if rates["bfloat16"] > rates["float32"] else ["float32"]
     table = Table(title=f"{path}, {SESSIONS} sessions, {PROMPT} + {NEW} tokens, threads: {threads}")
     for heading in (
@@ -213,9 +228,9 @@ def run(path: str, *, quick: bool, threads: int) -> None:
     ):
         table.add_column(heading, justify="left" if heading in ("engine", "dtype") else "right")
     for dtype in dtypes:
-        top = limit(model, dtype=dtype, sessions=SESSIONS)
+        top = alone(limit, model, dtype=dtype, sessions=SESSIONS, threads=threads)
         options = {"dtype": dtype, "sessions": SESSIONS, "threads": threads}
-        with ours(model, **options) as own, huggingface(model, dtype=dtype) as peer:
+        with ours(model, **options) as own, huggingface(model, dtype=dtype, threads=threads) as peer:
             runs = {"torch engine": own, "generate": peer}
             sizes = {
                 "vocabulary": model.config.vocab_size,
