@@ -23,13 +23,12 @@ from agentrl_train.config.loading import validated
 from agentrl_train.config.toml import literal
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
-from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
+from agentrl_train.models.loading import LARGE_MODEL, chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served, environments
 from agentrl_train.planning.defaults import (
     FASTER,
     FEW_IMITATION_STEPS,
     IMITATION_STEPS,
-    LARGE_MODEL,
     MANY_VALID_CALLS,
     Limits,
     defaults_of,

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection, RunConfig
-from agentrl_train.models.loading import auto_dtype, chat_format, load_policy, open_policy, with_dtype
+from agentrl_train.learner.learner import precision_of
+from agentrl_train.learner.sharding import Place
+from agentrl_train.models.loading import chat_format, load_policy, open_policy, with_dtype
 from agentrl_train.placement.environments import environments
 from agentrl_train.planning.measure import Rates, measure
 from agentrl_train.planning.memory import (
@@ -112,9 +114,8 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
 
 def _with_dtypes(config: RunConfig, model: PreTrainedModel) -> RunConfig:
     """Return a configuration with the dtypes that "auto" selects for a single learner process."""
-    train = config.train
-    if train.precision == "auto":
-        train = train.model_copy(update={"precision": auto_dtype(model, config.engine.device)})
+    precision = precision_of(config.train, model, Place(device=torch.device(config.engine.device)))
+    train = config.train.model_copy(update={"precision": precision})
     return config.model_copy(update={"engine": with_dtype(config.engine, model), "train": train})
 
 

@@ -25,6 +25,7 @@ from agentrl_train.models.architecture import (
     attend,
     attends_by_products,
     cache_argument,
+    can_be_causal,
     hiding,
     layer_types,
     reach,
@@ -168,20 +169,19 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values [1, heads, tokens, dim] of a pass; return the whole cache."""
         while len(self._storage) <= layer_idx:
-            self._storage.append((self._allocate_keys(key_states), self._allocate(value_states)))
+            by_column = attends_by_products(key_states)
+            keys = self._allocate(key_states, by_column=by_column)
+            self._storage.append((keys, self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
         keys[self._slots, :, self.positions] = key_states[0].transpose(0, 1)
         values[self._slots, :, self.positions] = value_states[0].transpose(0, 1)
         return keys, values
 
-    def _allocate_keys(self, states: Tensor) -> Tensor:
-        if not attends_by_products(states):
-            return self._allocate(states)
-        return self._allocate(states).transpose(2, 3).contiguous().transpose(2, 3)
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        shape = (self.num_slots, states.shape[1], self.max_context + 1, states.shape[3])
-        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+    def _allocate(self, states: Tensor, *, by_column: bool = False) -> Tensor:
+        sizes = [self.max_context + 1, states.shape[3]]
+        stored = sizes[::-1] if by_column else sizes
+        zeros = states.new_zeros(self.num_slots, states.shape[1], *stored)
+        return zeros.transpose(2, 3) if by_column else zeros
 
     def copy(self, source: int, target: int, *, length: int) -> None:
         """Copy the first ``length`` columns of slot ``source`` into slot ``target``."""
@@ -231,8 +231,8 @@ def slot_attention(
             asked = asked.index_select(1, group.padded.flatten())
         asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
         keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
-        is_causal = size == 1 and width > FEW_QUERIES and group.length <= reach(cache.config, kind)
-        is_causal = is_causal and (width == group.length or attends_by_products(values))
+        long = size == 1 and width > FEW_QUERIES
+        is_causal = long and can_be_causal(values, queries=width, window=reach(cache.config, kind))
         seen = attend(
             asked,
             keys,

@@ -7,7 +7,6 @@ calls, holds a shard of the parameters and does a share of the work.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -89,7 +88,6 @@ def lr_fraction(
 
 Reduce = Callable[[Tensor, str], Tensor]
 """``(values, "sum" | "max") -> values of all ranks``."""
-logger = logging.getLogger(__name__)
 TRACK = "trainer/steps"
 """Trace track of the parts of an update."""
 HISTORY = 50

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from agentrl_train.batch import Row, alphabetical, families, joined_sets, pack_rows, shared_beginning
 from agentrl_train.models.architecture import (
     attend,
-    attends_by_products,
+    can_be_causal,
     has_masks,
     hiding,
     layer_types,
@@ -405,7 +405,7 @@ def _attended(
     """Return the attention of the last tokens of a sequence (the queries), in parts."""
     length, window = key.shape[2], reach(config, kind)
     start = length - query.shape[2]
-    if length <= window and (start == 0 or attends_by_products(value)):
+    if can_be_causal(value, queries=length - start, window=window):
         return [score(query, key, value, is_causal=True)]
     found: list[Tensor] = []
     places, size = torch.arange(length, device=query.device), int(min(window, length))

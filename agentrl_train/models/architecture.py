@@ -123,19 +123,19 @@ def attend(
             contiguous, as in the transpose of a [..., dim, keys] tensor.
         value: like ``key``, with contiguous rows.
         mask: added to the scores; None means no mask.
-        is_causal: True if the queries are those of the last keys, and each sees the keys up to its own. Needs
-            no mask, and as many keys as queries unless ``attends_by_products``.
+        is_causal: True if the queries belong to the last keys, and each one sees the keys up to its own.
+            There is no other mask then, and ``can_be_causal`` must be True.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         sinks: logit of each head for attending to no key (gpt-oss).
     """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None and sinks is None:
         grouped, by_column = query.shape[1] != key.shape[1], key.stride(-1) != 1
         few = not is_causal and query.shape[2] <= FEW_QUERIES
         if is_causal and attends_by_products(value):
             query, key = query.to(value.dtype), key.to(value.dtype)
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return _CausalBlocks.apply(query, key, value, scale)  # type: ignore[no-any-return]
+            return _CausalBlocks.apply(query, key, value, scaling)  # type: ignore[no-any-return]
         if query.device.type == "cpu" and few and (grouped or by_column):
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
         return scaled_dot_product_attention(
@@ -149,7 +149,7 @@ def attend(
         )
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -165,7 +165,7 @@ def attend(
 
 
 def _attend_in_groups(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float
 ) -> Tensor:
     """Like ``attend``, but treat the query heads of a key head as additional queries.
 
@@ -180,7 +180,7 @@ def _attend_in_groups(
     if key.stride(-1) == 1:
         seen = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     else:
-        scores = (grouped * (dim**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+        scores = (grouped * scaling) @ key.transpose(2, 3)
         if mask is not None:
             scores = scores + mask
         seen = scores.softmax(dim=-1) @ value
@@ -188,7 +188,7 @@ def _attend_in_groups(
 
 
 BLOCK_QUERIES = 64
-"""Number of queries whose scores are in memory at a time."""
+"""Number of queries in a block. Only the scores of one block are in memory."""
 
 
 def attends_by_products(value: Tensor) -> bool:
@@ -197,6 +197,18 @@ def attends_by_products(value: Tensor) -> bool:
     In bfloat16 on a CPU they are twice as fast, forward and backward, as ``scaled_dot_product_attention``.
     """
     return value.device.type == "cpu" and value.dtype == torch.bfloat16
+
+
+def can_be_causal(value: Tensor, *, queries: int, window: float) -> bool:
+    """Return True if the last queries of a sequence can attend to it without a mask.
+
+    Args:
+        value: values of the whole sequence, [..., keys, dim].
+        queries: number of queries.
+        window: length up to which the layer has full attention (``reach``).
+    """
+    keys = value.shape[-2]
+    return keys <= window and (queries == keys or attends_by_products(value))
 
 
 class _CausalBlocks(torch.autograd.Function):

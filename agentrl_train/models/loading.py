@@ -48,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
 """Capabilities of processors that multiply bfloat16 several times faster than float32."""
 LARGE_MODEL = 50_000_000
-"""Minimum size for "auto" to select bfloat16, in parameters. Small models gain little."""
+"""Number of parameters from which a CPU should compute in bfloat16. Smaller models gain little."""
 
 
 def load_policy(

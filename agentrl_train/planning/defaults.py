@@ -14,8 +14,6 @@ MANY_VALID_CALLS = 0.8
 IMITATION_STEPS, FEW_IMITATION_STEPS = 30, 10
 FASTER = 1.5
 """bfloat16 is used on a CPU if it is faster than float32 by this factor."""
-LARGE_MODEL = 50e6
-"""From this number of parameters on, a CPU computes in bfloat16 and evaluations are short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

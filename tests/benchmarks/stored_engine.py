@@ -6,8 +6,8 @@ the prefill rate, and further tokens the decode rate. The limit is the longer of
 the rate of a large matrix product, or reading the weights and the cache at the bandwidth of a copy. Both are
 measured in the same run with the same number of threads.
 
-Each measurement has a thread of its own, whose OpenMP workers end with it. With more workers than processors
-in a process, as after a measurement in the main thread, OpenMP lets all of them sleep between operations.
+Every measurement runs in a new thread, because OpenMP workers end with their thread. If a process has more
+workers than processors, OpenMP puts idle ones to sleep between operations, which slows all measurements.
 """
 
 from __future__ import annotations
