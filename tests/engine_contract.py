@@ -220,20 +220,15 @@ class EngineContract:
     async def test_tokens_carry_their_version_when_weights_change_during_generation(
         self, subject: Subject
     ) -> None:
-        running = [
-            asyncio.create_task(subject.generate(prompt(n), key=f"long {n}", max_new_tokens=490, seed=n))
-            for n in range(8)
-        ]
-        pause_s = 0.01  # it grows, so that engines of any speed sample between two publications
-        while not all(task.done() for task in running):
-            await subject.publish(seed=version_seed(subject))
-            await asyncio.sleep(pause_s)
-            pause_s = min(0.3, 2 * pause_s)
-        done = [task.result() for task in running]
-        assert any(len(set(completion.versions)) > 1 for completion in done)
-        for number, completion in enumerate(done):
-            assert list(completion.versions) == sorted(completion.versions)
-            assert subject.difference(prompt(number), completion) < subject.tolerance
+        done: list[Completion] = []
+        for attempt in range(10):  # a busy machine may give the engine no time between two publications
+            done = await generate_during_publications(subject, first_seed=8 * attempt)
+            for number, completion in enumerate(done):
+                assert list(completion.versions) == sorted(completion.versions)
+                assert subject.difference(prompt(number), completion) < subject.tolerance
+            if any(len(set(completion.versions)) > 1 for completion in done):
+                return
+        pytest.fail(f"no completion has two versions: {[set(completion.versions) for completion in done]}")
 
     async def test_policies_have_their_own_weights(self, subject: Subject) -> None:
         both = await subject.publish(seed=version_seed(subject))
@@ -291,3 +286,19 @@ class EngineContract:
 def version_seed(subject: Subject) -> int:
     """Return a seed for unpublished weights."""
     return subject.version + 1
+
+
+async def generate_during_publications(subject: Subject, *, first_seed: int) -> list[Completion]:
+    """Return eight long completions, sampled while new weights are published again and again."""
+    running = [
+        asyncio.create_task(
+            subject.generate(prompt(n), key=f"long {n}", max_new_tokens=490, seed=first_seed + n)
+        )
+        for n in range(8)
+    ]
+    pause_s = 0.01  # it grows, so that engines of any speed sample between two publications
+    while not all(task.done() for task in running):
+        await subject.publish(seed=version_seed(subject))
+        await asyncio.sleep(pause_s)
+        pause_s = min(0.3, 2 * pause_s)
+    return [task.result() for task in running]

@@ -361,9 +361,9 @@ class ConcurrencyLimit:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if not place.cancelled():
                 self._leave()
-            else:
+            elif place in self._waiting:
                 self._waiting.remove(place)
             raise
 

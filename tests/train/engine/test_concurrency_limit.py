@@ -49,6 +49,22 @@ async def test_requests_wait_and_full_cache_lowers_limit() -> None:
     assert pace.active == 0
 
 
+async def test_waiting_request_can_be_cancelled_while_another_leaves() -> None:
+    pace = ConcurrencyLimit(most=1)
+
+    async def request() -> None:
+        async with pace:
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(request()) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+    assert pace.load == 0
+
+
 def test_preemption_between_two_observations_lowers_limit_once() -> None:
     pace = ConcurrencyLimit(most=10)
     for preemptions, limit in [(0, 10), (3, 7), (3, 7), (4, 4)]:
