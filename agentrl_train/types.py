@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -563,35 +563,3 @@ class Untraced:
 
 
 UNTRACED = Untraced()
-
-
-class Threads:
-    """Divides CPU threads among the parts that compute at the same time. A single part gets all threads.
-
-    Args:
-        count: number of threads; None does not change their number.
-    """
-
-    def __init__(self, count: int | None = None) -> None:
-        self._count = count
-        self._working: set[object] = set()
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the caller as computing for the duration of the block."""
-        self._working.add(token := object())
-        try:
-            self.share()
-            yield
-        finally:
-            self._working.discard(token)
-
-    def share(self) -> None:
-        """Set the number of threads for the caller's operations, which PyTorch keeps for each thread."""
-        import torch  # here, because the command line starts without it
-
-        if self._count is None:
-            return
-        share = max(1, self._count // max(1, len(self._working)))
-        if share != torch.get_num_threads():
-            torch.set_num_threads(share)

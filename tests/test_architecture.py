@@ -54,7 +54,7 @@ LAYERS = {
         {"__main__"},
     ),
     "agentrl_train": (
-        {"errors"},
+        {"errors", "threads"},
         {"types"},
         {"config"},
         {"tool_calls"},

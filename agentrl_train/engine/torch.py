@@ -37,7 +37,8 @@ from agentrl_train.models.architecture import (
     packing_pays,
     repack_weights,
 )
-from agentrl_train.types import UNTRACED, Completion, SamplingParams, Threads, Trace
+from agentrl_train.threads import Threads, release_idle_threads
+from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -127,6 +128,7 @@ class TorchEngine:
         self._rebuilds: dict[str, tuple[int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
+        release_idle_threads()
 
     async def generate(
         self,
@@ -354,6 +356,8 @@ class TorchEngine:
     def _take_commands(self) -> bool:
         """Run posted commands, waiting while the engine is idle; return False once closed."""
         slept = time.monotonic()
+        if not (self._inbox or self._has_work()):
+            release_idle_threads()
         with self._wake:
             while not (self._inbox or self._closed or self._has_work()):
                 self._wake.wait(1.0)

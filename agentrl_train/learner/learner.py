@@ -55,7 +55,8 @@ from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
 from agentrl_train.models.architecture import check_head, persistent_buffers
 from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
-from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, Threads, TokenSequence, Trace
+from agentrl_train.threads import Threads, release_idle_threads
+from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, TokenSequence, Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -275,6 +276,7 @@ class Learner:
             self.model.train(self.settings.activation_checkpointing)
             for share, old in zip(shares, before, strict=True):
                 self._update(share, old, sums)
+        release_idle_threads()
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
     def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:
@@ -303,6 +305,7 @@ class Learner:
             if (number := turn * count + index) < len(rows):
                 place = torch.cat([places[one] for one in rows[number]])
                 scored[select_sampled(place[None], micro, self._part)] = scores
+        release_idle_threads()
         return [row.numpy() for row in self._reduce(scored, "sum").cpu().split(lengths)]
 
     def weights(self) -> Mapping[str, Tensor]:

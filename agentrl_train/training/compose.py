@@ -49,6 +49,7 @@ from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.sinks import traced
 from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
+from agentrl_train.threads import Threads
 from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
 from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance
@@ -84,7 +85,7 @@ from agentrl_train.training.run import (
 )
 from agentrl_train.training.step_trainer import StepTrainer, engine_asleep
 from agentrl_train.training.template_check import check_sessions
-from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Threads, Trace, TrajectoryGroup
+from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Trace, TrajectoryGroup
 from agentrl_train.weights import DriftCheck
 
 EVALUATION_SEED = 1_000_003

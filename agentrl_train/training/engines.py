@@ -28,7 +28,8 @@ from agentrl_train.models.loading import copy_of, load_policy, with_dtype
 from agentrl_train.models.sources import local_model
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.launcher import Launcher
-from agentrl_train.types import RunningEngine, Threads, Trace
+from agentrl_train.threads import Threads
+from agentrl_train.types import RunningEngine, Trace
 from agentrl_train.weights import FLOAT32, Canary, Drift, LogProbs, Publisher
 
 CPU_KV_BYTES = 2**30

@@ -1,6 +1,9 @@
 """CPU threads follow the work. A component that computes alone gets all threads."""
 
 import asyncio
+import os
+import sys
+import time
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -12,8 +15,9 @@ from agentrl_train.batch import pack
 from agentrl_train.config import load_config
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
+from agentrl_train.threads import Threads, release_idle_threads
 from agentrl_train.training.compose import open_launcher, threads_of
-from agentrl_train.types import SamplingParams, Threads
+from agentrl_train.types import SamplingParams
 from tests.tiny_models import make_model
 from tests.train.models.test_architectures import made
 
@@ -99,3 +103,25 @@ def test_unset_number_of_threads_is_unchanged() -> None:
     torch.set_num_threads(3)
     with Threads().working():
         assert torch.get_num_threads() == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and needs GNU OpenMP")
+def test_paused_part_keeps_no_threads() -> None:
+    def compute() -> None:
+        torch.set_num_threads(6)
+        (torch.ones(512, 512) @ torch.ones(512, 512)).sum()
+
+    def running() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    release_idle_threads()
+    before = running()
+    compute()
+    assert running() >= before + 5
+    release_idle_threads()
+    until = time.monotonic() + 60
+    while running() > before and time.monotonic() < until:
+        time.sleep(0.001)
+    assert running() <= before
+    compute()
+    assert running() >= before + 5

@@ -20,9 +20,10 @@ from agentrl_train.models import stored
 from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served
 from agentrl_train.placement.launcher import Local
+from agentrl_train.threads import Threads
 from agentrl_train.training import compose, engines
 from agentrl_train.training.compose import open_launcher, processes, served_policy
-from agentrl_train.types import UNTRACED, SamplingParams, Threads
+from agentrl_train.types import UNTRACED, SamplingParams
 from tests.tiny_models import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
