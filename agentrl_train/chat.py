@@ -23,7 +23,7 @@ from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, Too
 from agentrl_train.errors import ConfigError
 from agentrl_train.tool_calls import (
     PARSERS,
-    PROMPT,
+    PROMPTED,
     THOUGHT,
     THOUGHT_BEGINS,
     ParsedCall,
@@ -59,17 +59,6 @@ _TAG_TOKENS = 32
 """This many tokens at the end of a prompt contain the start of a thought, in any tokenizer."""
 _KEPT = 512
 """Cached encodings of texts and of tools: siblings share their opening, their tools and many replies."""
-_INSTRUCTIONS = """\
-You can call these tools, described by their JSON Schemas:
-<tools>
-{tools}
-</tools>
-To call one, write a JSON object with its name and arguments inside these tags, one pair of tags per call:
-<tool_call>
-{{"name": "NAME", "arguments": {{...}}}}
-</tool_call>
-The result follows in the next message, inside <tool_response></tool_response>."""
-_RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 class _CallForm(NamedTuple):
@@ -118,7 +107,7 @@ class ChatFormat:
             eos_token_ids: stop tokens of the model's generation configuration, in addition to the
                 tokenizer's.
             stop: more stop tokens, as text.
-            tool_parser: a name of ``PARSERS``, or "prompt"; None selects the parser from the template.
+            tool_parser: a name of ``PARSERS`` or ``PROMPTED``; None selects the parser from the template.
             template_kwargs: variables of the template, such as ``enable_thinking``.
             system_prompt: text in front of every opening, as a system message.
         """
@@ -128,7 +117,7 @@ class ChatFormat:
             raise ConfigError(
                 f"{self.name} has no chat template: use an instruct model, or set model.chat_template"
             )
-        self.in_prompt = tool_parser == PROMPT
+        self._in_prompt = PROMPTED.get(tool_parser or "")
         self.chosen = tool_parser is not None
         """Whether a setting chose the syntax of calls, and not the template."""
         self._kwargs = _template_variables(tokenizer, template_kwargs or {})
@@ -156,6 +145,12 @@ class ChatFormat:
         self._find_ends()
         self._check_template()
         self.parser = self._choose_parser(tool_parser)
+
+    @property
+    def syntax(self) -> str:
+        """The syntax of calls, as a value of ``model.tool_parser``."""
+        written = (name for name, one in PROMPTED.items() if one is self._in_prompt)
+        return next(written, self.parser.name)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -286,7 +281,7 @@ class ChatFormat:
         shown = [self._shown_tool(tool.model_dump_json()) for tool in tools]
         text = self.tokenizer.apply_chat_template(
             list(messages),
-            tools=self._no_tools if self.in_prompt or not shown else shown,
+            tools=self._no_tools if self._in_prompt or not shown else shown,
             add_generation_prompt=generation_prompt,
             tokenize=False,
             **self._kwargs,
@@ -310,21 +305,21 @@ class ChatFormat:
                 data["role"] = "system"
             if data["role"] == "system" and "system" not in shown:
                 data["role"] = "user"
-            if self.in_prompt and message.role == "tool":
-                data = {"role": "user", "content": _RESULT.format(data["content"] or "")}
-            if self.in_prompt and message.tool_calls:
+            if self._in_prompt and message.role == "tool":
+                data = {"role": "user", "content": self._in_prompt.result.format(data["content"] or "")}
+            if self._in_prompt and message.tool_calls:
                 data = {"role": "assistant", "content": self._written(message)}
             prepared.append(data)
-        if self.in_prompt or self._alternating:
+        if self._in_prompt or self._alternating:
             return _joined(prepared)
         return prepared
 
     def _with_system(self, messages: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
         """Return the opening with the texts of the settings in front."""
         texts: list[str] = [self._as_text(self._system_prompt)] if self._system_prompt else []
-        if self.in_prompt and tools:
+        if self._in_prompt and tools:
             shown = (json.dumps(_shown(tool.model_dump())["function"], ensure_ascii=False) for tool in tools)
-            texts.append(_INSTRUCTIONS.format(tools=self._as_text("\n".join(shown))))
+            texts.append(self._in_prompt.instructions.format(tools=self._as_text("\n".join(shown))))
         if not texts:
             return messages
         role = "system" if "system" in self._shown_roles else "user"
@@ -346,7 +341,7 @@ class ChatFormat:
         Names and ids of the calls are real, because templates show them with the results.
         """
         calls = (
-            [] if self.in_prompt else [self._as_text(call.model_dump()) for call in after.tool_calls or ()]
+            [] if self._in_prompt else [self._as_text(call.model_dump()) for call in after.tool_calls or ()]
         )
         # A template that accepts only one call in a turn still shows all results.
         for some in dict.fromkeys((len(calls), min(1, len(calls)))):
@@ -421,7 +416,7 @@ class ChatFormat:
                 self._instead[self._id_of(other[0])] = self._stops[end[0]]
         elif self._stop_in(middle) is None and (token := self._control.search(last)):
             self._stops[token[0]] = self._id_of(token[0])  # a base model's eos token ends documents
-        call_end = "" if self.in_prompt else self._end_of_calls()
+        call_end = "" if self._in_prompt else self._end_of_calls()
         end = self._stop_in(last) or self._stop_in(middle)
         if end is None:
             token = self._control.search(middle)
@@ -495,8 +490,8 @@ class ChatFormat:
         self._tools_in_replies = texts != without
 
     def _choose_parser(self, name: str | None) -> ToolParser:
-        choices = ", ".join([*PARSERS, PROMPT])
-        if name is not None and name not in (*PARSERS, PROMPT):
+        choices = ", ".join([*PARSERS, *PROMPTED])
+        if name is not None and name not in {*PARSERS, *PROMPTED}:
             raise ConfigError(f"model.tool_parser: there is no {name!r}; choose one of {choices}")
         template = str(self.tokenizer.get_chat_template(tools=[_PROBE.model_dump()]))
         if name is None and (written := parser_for(template)):

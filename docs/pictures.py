@@ -111,13 +111,15 @@ def live_page(view: Page, run: Path) -> None:
         stack.callback(server.terminate)
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
-        view.goto(f"{address}/?task=shop&kind=trained&order=highest")
+        view.goto(f"{address}/?kind=trained&order=highest")
         view.locator(".episode-row summary").first.click(timeout=60_000)
-        unsure = view.locator("[data-t]:is(.p4, .p5, .p6)").first
-        unsure.locator("xpath=ancestor::*[contains(@class, 'bubble')]").evaluate(
+        view.locator("[data-t]").first.wait_for()
+        shades = (view.locator(f"[data-t].p{shade}") for shade in range(6, -1, -1))
+        unlikely = next(tokens for tokens in shades if tokens.count()).first
+        unlikely.locator("xpath=ancestor::*[contains(@class, 'bubble')]").evaluate(
             "(one) => one.scrollIntoView()"
         )
-        unsure.hover()
+        unlikely.hover()
         save(view, "watch", height=494)
 
 

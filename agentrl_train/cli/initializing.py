@@ -38,10 +38,11 @@ from agentrl_train.planning.measure import product_rates
 from agentrl_train.planning.memory import REMEDY, ModelSize, size_of
 from agentrl_train.planning.tokens import EPISODES, Lengths, measured_lengths
 from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.tool_calls import PROMPTED
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import Sampling, TaskSource
 
-SYNTAXES = (None, "prompt")
+SYNTAXES = (None, *PROMPTED)
 """Values of ``model.tool_parser`` to try: the syntax of the template, and tools as text."""
 COMPLETIONS = 4
 """Number of sampled completions of each task to try a syntax."""
@@ -129,7 +130,10 @@ def _first_config(model: str, tasks: Sequence[str], *, name: str, lora: bool) ->
 
 
 async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> Trial:
-    """Return the syntax with the most valid calls. Without a measurement, return the first that works."""
+    """Return the syntax with the most valid calls, or else that of the template, or else the shortest.
+
+    Without a measurement, return the first that works.
+    """
     model, tokenizer = load_policy(config.model.path) if measured else open_policy(config.model.path)[:2]
     trials: list[Trial] = []
     problem: ConfigError | None = None
@@ -144,7 +148,7 @@ async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> 
             except ConfigError as error:
                 problem = problem or error
                 continue
-            if syntax_of(chat) in {one.name for one in trials}:
+            if chat.syntax in {one.name for one in trials}:
                 continue
             trials.append(await _trial(syntax, chat, served, model=model, size=size, measured=measured))
             if not measured or (trials[-1].valid or 0.0) >= MANY_VALID_CALLS:
@@ -152,12 +156,11 @@ async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> 
     if not trials:
         assert problem is not None
         raise problem
-    return max(trials, key=lambda one: one.valid or 0.0)
+    return max(trials, key=_rank)
 
 
-def syntax_of(chat: ChatFormat) -> str:
-    """Return the name of the syntax of calls as a value of ``model.tool_parser``."""
-    return "prompt" if chat.in_prompt else chat.parser.name
+def _rank(trial: Trial) -> tuple[float, bool, float]:
+    return trial.valid or 0.0, trial.tool_parser is None, -sum(one.total for one in trial.lengths)
 
 
 async def _trial(
@@ -187,7 +190,7 @@ async def _trial(
     valid = None
     if measured:
         valid = await _valid_calls(chat, served.clients, served.sources, model=model, limits=limits)
-    return Trial(tool_parser=tool_parser, name=syntax_of(chat), lengths=lengths, limits=limits, valid=valid)
+    return Trial(tool_parser=tool_parser, name=chat.syntax, lengths=lengths, limits=limits, valid=valid)
 
 
 async def _valid_calls(

@@ -358,8 +358,9 @@ class ModelSection(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking = false}``."""
     tool_parser: str | None = None
-    """Syntax of tool calls, or "prompt" to describe tools and calls in the system prompt. By default the
-    syntax that an earlier run stored with the model, or else the syntax of the chat template."""
+    """Syntax of tool calls. "prompt" and "prompt_python" describe tools in the system prompt, with calls in
+    JSON or, with less than half of the tokens, in Python. By default the syntax that an earlier run stored
+    with the model, or else the syntax of the chat template."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop tokens, as text, in addition to the generation configuration's and the tokenizer's."""
     system_prompt: str | None = None

@@ -23,13 +23,14 @@ from agentrl_train.tool_calls.json_forms import (
     Llama,
     Mistral,
 )
+from agentrl_train.tool_calls.prompted import PROMPTED
 from agentrl_train.tool_calls.python_forms import PythonFamily
 from agentrl_train.tool_calls.turn import Family, ParsedCall, ParsedTurn, ToolParser, one_of
 from agentrl_train.tool_calls.xml_forms import XmlFamily
 
 __all__ = [
     "PARSERS",
-    "PROMPT",
+    "PROMPTED",
     "THOUGHT",
     "THOUGHT_BEGINS",
     "ParsedCall",
@@ -39,16 +40,6 @@ __all__ = [
     "parser_named",
 ]
 
-PROMPT = "prompt"
-"""The value of ``tool_parser`` that describes tools and calls in the system prompt."""
-
-_HERMES = JsonFamily(
-    name="hermes",
-    template="<tool_call>",
-    opening_tag="<tool_call>",
-    closing_tag="</tool_call>",
-    listed=False,
-)
 _FAMILIES: tuple[Family | Harmony, ...] = (
     Harmony(),
     Gemma(name="gemma4", template=r"<\|tool_call>"),
@@ -98,7 +89,7 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
     PythonFamily(
         name="llama_python",
         template=r"\[func_name1?\(|<\|python_start\|>\[",
-        opening=r"<\|python_start\|>|(?:\A|(?<=\n))(?=\[[A-Za-z_][\w.]*\()",
+        opening=r"<\|python_start\|>|(?:\A|(?<=[\n>]))(?=\[[A-Za-z_][\w.]*\()",
         closing=r"(?<=\])(?:<\|python_end\|>)?",
         form="[{}]",
         gap="\n",
@@ -157,7 +148,13 @@ _FAMILIES: tuple[Family | Harmony, ...] = (
         closing_tag="",
         gap="",
     ),
-    _HERMES,
+    JsonFamily(
+        name="hermes",
+        template="<tool_call>",
+        opening_tag="<tool_call>",
+        closing_tag="</tool_call>",
+        listed=False,
+    ),
     Llama(
         name="llama",
         template=r"<\|python_tag\|>|<\|start_header_id\|>ipython|\"parameters\": dictionary of argument name",
@@ -174,11 +171,9 @@ def parser_for(chat_template: str) -> ToolParser | None:
 
 
 def parser_named(name: str, chat_template: str) -> ToolParser:
-    """Return the parser with a name. It also parses the thoughts of the template.
-
-    The parser "prompt" uses the calls of Hermes.
-    """
-    written, parser = parser_for(chat_template), _HERMES if name == PROMPT else PARSERS[name]
+    """Return the parser of a name in ``PARSERS`` or ``PROMPTED``. It also parses the template's thoughts."""
+    family = PROMPTED[name].family if name in PROMPTED else name
+    written, parser = parser_for(chat_template), PARSERS[family]
     if not isinstance(parser, Family):
         return parser
     first = written.thoughts if isinstance(written, Family | Harmony) else ()

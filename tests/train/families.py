@@ -68,6 +68,10 @@ def python_calls(calls: Sequence[Call], separator: str) -> str:
     )
 
 
+def listed_python(calls: Sequence[Call]) -> str:
+    return f"[{python_calls(calls, ', ')}]"
+
+
 def unescaped(calls: Sequence[Call], separator: str) -> str:
     """Return Python calls as in some templates, without escaping quotes or line breaks in strings."""
     texts = []

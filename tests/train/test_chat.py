@@ -11,6 +11,7 @@ from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train import chat
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError
+from agentrl_train.tool_calls import PROMPTED
 from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
 CHAT = ChatFormat(make_tokenizer())
@@ -357,7 +358,7 @@ COHERE_THOUGHTS = CHAT_TEMPLATE.replace(
 )
 
 
-@pytest.mark.parametrize("parser", [None, "cohere", "hermes", "prompt"])
+@pytest.mark.parametrize("parser", [None, "cohere", "hermes", *PROMPTED])
 def test_thought_opened_by_the_prompt_is_not_content(parser: str | None) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = COHERE_THOUGHTS + "{# <|START_ACTION|> #}"

@@ -85,16 +85,27 @@ async def test_template_that_loses_a_part_is_rejected_with_the_setting_that_fixe
             await check_sessions(format_of(template), {"countdown": client}, sources=SOURCES)
 
 
+@pytest.mark.parametrize(
+    ("parser", "call", "result"),
+    [
+        ("prompt", '{"name": "down"', "<tool_response>\n2\n</tool_response>"),
+        ("prompt_python", "[down(", "Result: 2<"),
+    ],
+)
 @pytest.mark.parametrize("template", [WITHOUT_TOOLS, WITHOUT_ROLES, CHAT_TEMPLATE])
-async def test_tools_are_in_the_prompt_if_the_template_supports_none(template: str) -> None:
-    chat = format_of(template, tool_parser="prompt", system_prompt="Be brief.")
+async def test_tools_are_in_the_prompt_if_the_template_supports_none(
+    template: str, parser: str, call: str, result: str
+) -> None:
+    chat = format_of(template, tool_parser=parser, system_prompt="Be brief.")
+    assert chat.syntax == parser
     group = await played(chat, Countdown, DOWN)
     first, second, _ = group.trajectories[0].turns
     assert group.trajectories[0].reward == 1.0
     opening = chat.text(first.prompt_ids)
     assert "Be brief." in opening
     assert '"name": "down"' in opening
-    assert "<tool_response>\n2\n</tool_response>" in chat.text(second.prompt_ids)
+    assert call in chat.text(first.completion.token_ids)
+    assert result in chat.text(second.prompt_ids)
 
 
 def test_template_without_known_calls_is_refused_with_the_choices() -> None:

@@ -35,6 +35,7 @@ from tests.train.families import (
     harmony_recipient_first,
     hermes,
     kimi,
+    listed_python,
     llama_json,
     make_tokenizer,
     mistral_call_id,
@@ -195,11 +196,12 @@ async def test_perfect_player_scores_or_run_is_refused(
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("parser", "syntax"), [("prompt", hermes), ("prompt_python", listed_python)])
 async def test_rejected_family_plays_with_the_suggested_setting(
-    name: str, client: EnvClient, session: ClientSession
+    name: str, parser: str, syntax: Callable[[Sequence[Call]], str], client: EnvClient, session: ClientSession
 ) -> None:
-    family = replace(FAMILIES[name], syntax=hermes)
-    assert await score(family, client, session, tool_parser="prompt") == 1.0
+    family = replace(FAMILIES[name], syntax=syntax)
+    assert await score(family, client, session, tool_parser=parser) == 1.0
 
 
 @pytest.mark.parametrize("name", REFUSED)

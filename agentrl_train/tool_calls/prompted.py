@@ -1,0 +1,53 @@
+"""Tools described in the system prompt, for models whose chat templates write no calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSyntax:
+    """The texts that describe tools, calls and results to a model."""
+
+    family: str
+    """Name of the family whose calls the model writes."""
+    instructions: str
+    """Text of the system prompt, with a ``{tools}`` field."""
+    result: str
+    """Text of a result, with a ``{}`` field."""
+
+
+PROMPTED: Mapping[str, PromptSyntax] = MappingProxyType(
+    {
+        "prompt": PromptSyntax(
+            family="hermes",
+            instructions="""\
+You can call these tools, described by their JSON Schemas:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments inside these tags, one pair of tags per call:
+<tool_call>
+{{"name": "NAME", "arguments": {{...}}}}
+</tool_call>
+The result follows in the next message, inside <tool_response></tool_response>.""",
+            result="<tool_response>\n{}\n</tool_response>",
+        ),
+        "prompt_python": PromptSyntax(
+            family="llama_python",
+            instructions="""\
+You can call these tools, described by their JSON Schemas:
+<tools>
+{tools}
+</tools>
+To call some, write a list of Python calls with named arguments:
+[NAME(ARGUMENT=VALUE, ...)]
+Each result follows in the next message, after "Result:".""",
+            result="Result: {}",
+        ),
+    }
+)
+"""Values of ``tool_parser`` that describe tools in the system prompt. A call in Python has less than half of
+the tokens of one in JSON."""
