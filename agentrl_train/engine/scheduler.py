@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from agentrl_train.engine.cache import (
@@ -22,94 +21,10 @@ from agentrl_train.engine.cache import (
     shared_prefix,
 )
 from agentrl_train.engine.constraint import Matcher, unpacked
-from agentrl_train.engine.truncation import Truncation
+from agentrl_train.engine.sampling import Truncation, sample, truncated
 from agentrl_train.errors import ConstraintError
 from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
-
-BLOCK = 256
-"""Number of weights in a block."""
-SINGLE_BLOCK = 4096
-"""Up to this number of weights, blocks are not faster."""
-LARGEST_UNIFORM = 1 - 2**-30
-"""Prevents rounding from selecting the zero weights at the end of a block."""
-
-
-def sample(
-    logits: torch.Tensor,
-    *,
-    temperatures: torch.Tensor,
-    uniforms: torch.Tensor,
-    truncation: Truncation | None = None,
-    allowed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row by inverse transform sampling.
-
-    The sample of a row depends only on its own uniform number, not on the rest of the batch.
-
-    Args:
-        logits: [rows, vocabulary].
-        temperatures: [rows]. 0 is greedy, with the log-probability of temperature 1.
-        uniforms: [rows], in [0, 1).
-        truncation: limits that exclude improbable tokens.
-        allowed: tokens that a constraint allows, [rows, vocabulary]. The others are excluded before
-            ``truncation``. None allows all tokens.
-
-    Returns:
-        Token ids [rows], and their log-probabilities [rows] in float32 among the remaining tokens.
-    """
-    greedy = temperatures == 0
-    scaled = logits.float()
-    if not bool((temperatures == 1).all()):
-        scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
-    if allowed is not None:
-        scaled = scaled.masked_fill(~allowed, -torch.inf)
-    if truncation is not None:
-        scaled = truncation.apply(scaled)
-    largest, best = scaled.max(dim=-1, keepdim=True)
-    weights = (scaled - largest).exp_()
-    drawn, total = draw(weights, uniforms[:, None].double())
-    tokens = torch.where(greedy[:, None], best, drawn)
-    logprobs = scaled.gather(-1, tokens) - largest - total.log().float()
-    return tokens[:, 0], logprobs[:, 0]
-
-
-def truncated(sampling: SamplingParams) -> bool:
-    """Return True if a request excludes improbable tokens."""
-    return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
-
-
-def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an index of each row, drawn in proportion to its weight, and the sum of the row.
-
-    Many weights are summed by blocks, and one by one only in the block that contains the draw. Cumulative
-    sums need float64, because float32 would lose the tail, and float64 is slow for a whole vocabulary.
-
-    Args:
-        weights: [rows, size], not negative.
-        uniforms: [rows, 1], float64 in [0, 1).
-
-    Returns:
-        Indices [rows, 1] and sums [rows, 1] in float64.
-    """
-    rows, size = weights.shape
-    if size <= SINGLE_BLOCK:
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        total = cumulative[:, -1:]
-        found = torch.searchsorted(cumulative, uniforms * total, right=True)
-        return found.clamp_(max=size - 1), total
-    blocks = F.pad(weights, (0, -size % BLOCK)).view(rows, -1, BLOCK)
-    sums = blocks.sum(dim=-1)
-    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = uniforms * total
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
-    share = sums.gather(1, block).double()
-    within = 1 - (cumulative.gather(1, block) - target) / share
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
-    column, _ = draw(inside, within.clamp_(0, LARGEST_UNIFORM))
-    return block * BLOCK + column, total
-
 
 PASS_TOKENS = 4096
 """Token budget of a pass. Sequences beyond it wait for the next pass."""

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentrl_train.engine.scheduler import SINGLE_BLOCK, Scheduler, draw, sample
+from agentrl_train.engine import sampling
+from agentrl_train.engine.sampling import SINGLE_BLOCK, Truncation, draw, sample
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
@@ -323,6 +325,25 @@ def test_samples_follow_reported_distribution(seed: int, temperature: float) -> 
     shares = torch.bincount(tokens, minlength=8) / count
     assert float((shares - expected).abs().max()) < 1e-3
     assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-6)
+
+
+def test_rows_are_sampled_alike_in_any_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    requested = [
+        SamplingParams(max_new_tokens=1, temperature=t, top_k=k) for t in (0.0, 0.5, 1.0) for k in (0, 3)
+    ]
+    arguments = {
+        "temperatures": torch.tensor([one.temperature for one in requested]),
+        "uniforms": torch.rand(len(requested), generator=generator),
+        "truncation": Truncation.of(requested, torch.device("cpu")),
+        "allowed": torch.rand(len(requested), 40, generator=generator) < 0.7,
+    }
+    logits = torch.randn(len(requested), 40, generator=generator)
+    together = sample(logits, **arguments)
+    monkeypatch.setattr(sampling, "CACHED_LOGITS", 80)
+    apart = sample(logits, **arguments)
+    assert torch.equal(together[0], apart[0])
+    assert torch.equal(together[1], apart[1])
 
 
 def test_temperature_zero_is_greedy() -> None:
