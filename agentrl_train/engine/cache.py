@@ -44,6 +44,12 @@ MOST = 6
 """Tokens guessed in one pass. A guess costs as much as a sampled token, right or wrong."""
 CAPACITY = 2**18
 """Number of contexts to keep. The oldest are dropped first."""
+COLUMNS = 64
+"""A cache that grows has a multiple of this many columns."""
+GROWTH = 1.25
+"""Least factor by which a cache grows."""
+MOST_UNUSED = 1.6
+"""Attention reads whole slots in place, with up to this many columns for each one that it needs."""
 BLOCK = 16
 """Length of the shortest shared prefix, and increment of the longer prefixes."""
 T = TypeVar("T", bound=Hashable)
@@ -66,6 +72,8 @@ class Group:
     """Number of cached tokens that attention sees, including the tokens of the pass."""
     view: bool = True
     """Read adjacent slots in place. Copies make results bitwise independent of the slots instead."""
+    columns: int = field(init=False)
+    """Number of columns that attention reads; those after ``length`` are masked."""
     keys_at: slice | Tensor = field(init=False)
     padded: Tensor | None = field(init=False, default=None)
     """Index in the group of each query [sequences, width]; None if all sequences have the same number."""
@@ -78,11 +86,20 @@ class Group:
         """Largest number of tokens of a sequence."""
         return max(self.counts)
 
-    def prepare(self, device: torch.device) -> None:
-        """Compute the indices, which are the same in every layer."""
+    def prepare(self, device: torch.device, *, allocated: int) -> None:
+        """Compute the indices, which are the same in every layer.
+
+        Args:
+            device: device of the cache.
+            allocated: columns of the slots if attention consists of products, else 0. A product copies a part
+                of a slot before it reads it, so it is faster to read all columns.
+        """
         first, last = self.slots[0], self.slots[-1]
         adjacent = self.view and list(self.slots) == list(range(first, last + 1))
         self.keys_at = slice(first, last + 1) if adjacent else torch.tensor(self.slots, device=device)
+        fits = self.length <= allocated <= MOST_UNUSED * self.length
+        whole = adjacent and self.width <= FEW_QUERIES and fits
+        self.columns = allocated if whole else self.length
         if min(self.counts) < self.width:
             counts = torch.tensor(self.counts)[:, None]
             columns = torch.arange(self.width)[None]
@@ -93,7 +110,7 @@ class Group:
     def mask(
         self, config: PreTrainedConfig, kind: str, positions: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return a mask to add to the scores of a layer, [sequences, 1, width, length]; None for no mask.
+        """Return a mask to add to the scores of a layer, [sequences, 1, width, columns]; None for no mask.
 
         Args:
             config: text configuration of the model.
@@ -105,7 +122,7 @@ class Group:
             queries = positions if self.padded is None else positions[self.padded.flatten()]
             # Padding has positions beyond the columns. A window there would be empty.
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
-            keys = torch.arange(self.length, device=positions.device)
+            keys = torch.arange(self.columns, device=positions.device)
             mask = hiding(config, kind, queries=queries, keys=keys, dtype=dtype)
             self.masks[kind] = mask if bool(mask.any()) else None
         return self.masks[kind]
@@ -127,7 +144,8 @@ _pass: ContextVar[SlotCache | None] = ContextVar("pass", default=None)
 class SlotCache(Cache):
     """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
 
-    One more column after ``max_context`` receives the keys and values of padding.
+    One more column after ``max_context`` receives the keys and values of padding. If attention consists of
+    products, keys are stored by column, and only as many columns as the longest sequence needs.
     """
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
@@ -139,6 +157,8 @@ class SlotCache(Cache):
         self.kinds = layer_types(model.config)
         self.config = model.config.get_text_config()
         self._argument = cache_argument(model)
+        self._by_column = attends_by_products(next(model.parameters()))
+        self._columns = 0 if self._by_column else max_context + 1
         self.groups: Sequence[Group] = ()
         self.positions = torch.empty(0)
         self._slots = torch.empty(0)
@@ -151,8 +171,9 @@ class SlotCache(Cache):
             [one.token_ids, one.slots, one.positions], device=device
         )
         self.groups = one.groups
+        self._reserve(max(max(one.positions) + 1, *(group.length for group in one.groups)))
         for group in one.groups:
-            group.prepare(device)
+            group.prepare(device, allocated=self._columns if self._by_column else 0)
         token = _pass.set(self)
         try:
             yield {
@@ -169,18 +190,30 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values [1, heads, tokens, dim] of a pass; return the whole cache."""
         while len(self._storage) <= layer_idx:
-            by_column = attends_by_products(key_states)
-            keys = self._allocate(key_states, by_column=by_column)
+            keys = self._allocate(key_states, by_column=self._by_column)
             self._storage.append((keys, self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
         keys[self._slots, :, self.positions] = key_states[0].transpose(0, 1)
         values[self._slots, :, self.positions] = value_states[0].transpose(0, 1)
         return keys, values
 
-    def _allocate(self, states: Tensor, *, by_column: bool = False) -> Tensor:
-        sizes = [self.max_context + 1, states.shape[3]]
+    def _reserve(self, columns: int) -> None:
+        """Allocate at least this many columns."""
+        if columns <= self._columns:
+            return
+        before = self._columns
+        needed = max(columns, int(GROWTH * before))
+        self._columns = min(needed + -needed % COLUMNS, self.max_context + 1)
+        for layer, (keys, values) in enumerate(self._storage):
+            more = (self._allocate(keys, by_column=self._by_column), self._allocate(values))
+            for new, old in zip(more, (keys, values), strict=True):
+                new[:, :, :before] = old
+            self._storage[layer] = more
+
+    def _allocate(self, like: Tensor, *, by_column: bool = False) -> Tensor:
+        sizes = [self._columns, like.shape[3]]
         stored = sizes[::-1] if by_column else sizes
-        zeros = states.new_zeros(self.num_slots, states.shape[1], *stored)
+        zeros = like.new_zeros(self.num_slots, like.shape[1], *stored)
         return zeros.transpose(2, 3) if by_column else zeros
 
     def copy(self, source: int, target: int, *, length: int) -> None:
@@ -230,7 +263,7 @@ def slot_attention(
         if group.padded is not None:
             asked = asked.index_select(1, group.padded.flatten())
         asked = asked.view(-1, size, width, flat.shape[-1]).transpose(0, 1)
-        keys, values = key[group.keys_at, :, : group.length], value[group.keys_at, :, : group.length]
+        keys, values = key[group.keys_at, :, : group.columns], value[group.keys_at, :, : group.columns]
         long = size == 1 and width > FEW_QUERIES
         is_causal = long and can_be_causal(values, queries=width, window=reach(cache.config, kind))
         seen = attend(

@@ -174,15 +174,15 @@ def _attend_in_groups(
     """
     rows, heads, width, dim = query.shape
     shared = heads // key.shape[1]
-    if mask is not None and width > 1:
-        mask = mask.repeat(1, 1, shared, 1)
     grouped = query.reshape(rows, key.shape[1], shared * width, dim)
     if key.stride(-1) == 1:
-        seen = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        repeated = mask.repeat(1, 1, shared, 1) if mask is not None and width > 1 else mask
+        seen = scaled_dot_product_attention(grouped, key, value, attn_mask=repeated, scale=scaling)
     else:
         scores = (grouped * scaling) @ key.transpose(2, 3)
         if mask is not None:
-            scores = scores + mask
+            by_head = scores.view(rows, key.shape[1], shared, width, -1)
+            by_head += mask[:, :, None]
         seen = scores.softmax(dim=-1) @ value
     return seen.reshape(rows, heads, width, value.shape[-1])
 

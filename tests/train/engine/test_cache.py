@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_train.engine.cache import BLOCK, CAPACITY, CONTEXT, MOST, Drafts, PrefixIndex, shared_prefix
+from agentrl_train.engine import cache
+from agentrl_train.engine.cache import (
+    BLOCK,
+    CAPACITY,
+    CONTEXT,
+    MOST,
+    Drafts,
+    Group,
+    PrefixIndex,
+    shared_prefix,
+)
 from agentrl_train.engine.scheduler import Request, Scheduler
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
@@ -27,6 +37,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+Completions = dict[tuple[str, int], Completion]
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
@@ -35,7 +46,7 @@ def play(
     model: torch.nn.Module,
     *,
     most: int,
-) -> tuple[dict[tuple[str, int], Completion], int]:
+) -> tuple[Completions, int]:
     """Play pairs of equal sessions with shared openings. Return the completions and the number of passes.
 
     New weights are loaded in the middle of completions.
@@ -66,16 +77,39 @@ def play(
     return done, passes
 
 
+def assert_same(found: Completions, expected: Completions) -> None:
+    assert found.keys() == expected.keys()
+    for at, completion in expected.items():
+        assert found[at].token_ids == completion.token_ids
+        assert np.abs(np.array(found[at].logprobs) - np.array(completion.logprobs)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma-2", "gpt-oss", "DeepSeek-V3"])
+def test_slots_that_grow_change_no_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, columns = tiny(name), set[int]()
+    plain, _ = play(monkeypatch, model, most=MOST)
+    prepare = Group.prepare
+
+    def prepared(group: Group, device: torch.device, *, allocated: int) -> None:
+        prepare(group, device, allocated=allocated)
+        columns.add(group.columns - group.length)
+
+    monkeypatch.setattr(Group, "prepare", prepared)
+    monkeypatch.setattr(cache, "attends_by_products", lambda value: True)
+    monkeypatch.setattr(cache, "COLUMNS", 8)
+    grown, _ = play(monkeypatch, model, most=MOST)
+    assert 0 in columns
+    assert max(columns) > 0
+    assert_same(grown, plain)
+
+
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma-2", "gpt-oss", "DeepSeek-V3"])
 def test_guesses_change_no_token_and_no_logprob(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model = tiny(name)
     plain, passes = play(monkeypatch, model, most=0)
     guessed, fewer = play(monkeypatch, model, most=MOST)
     assert fewer < 0.8 * passes
-    assert guessed.keys() == plain.keys()
-    for at, completion in plain.items():
-        assert guessed[at].token_ids == completion.token_ids
-        assert np.abs(np.array(guessed[at].logprobs) - np.array(completion.logprobs)).max() < 1e-4
+    assert_same(guessed, plain)
 
 
 SAMPLING = st.builds(
