@@ -1,4 +1,4 @@
-"""Three tasks that need reading: a shop's offers, questions about a database, recipes.
+"""Tasks that need reading: a house, recipes, questions about a database, a shop's offers.
 
 Their experts make mistakes, so a policy that imitates them has something to unlearn.
 """
@@ -14,10 +14,14 @@ ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 class Laconic:
     """Mixin with an expert that calls tools without text and makes mistakes."""
 
-    expert_noise = 0.3
+    expert_noise = 0.2
 
     def expert(self, rng):
         return Message.assistant(None, *super().expert(rng).tool_calls)
+
+
+class Household(Laconic, load_target(str(ENVIRONMENTS / "household"))):
+    """Find a thing in a house and bring it to a place."""
 
 
 class Shop(Laconic, load_target(str(ENVIRONMENTS / "shop"))):

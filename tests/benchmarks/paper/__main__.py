@@ -41,7 +41,7 @@ TITLES = {
     "cross_policy": "Two choices, with and without an older policy",
 }
 """Titles of the figures by sweep, in the order of the page."""
-REAL = {"real": "SmolLM2-135M: shop, database and recipes"}
+REAL = {"real": "SmolLM2-135M: household, recipes and database"}
 """The same for sweeps with a language model of 135 million parameters."""
 POLICIES = 10
 """Initial policies of sweeps with a separate policy for every seed."""
