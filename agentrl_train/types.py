@@ -67,6 +67,11 @@ class SamplingParams:
     grammar: str = ""
     """Grammar of the allowed text, in the syntax of llguidance. "" allows any text."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are excluded."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
     def check_room(self, token_ids: Sequence[int], *, max_context: int) -> None:
         """Check that a context is not empty and leaves room for ``max_new_tokens``.
 

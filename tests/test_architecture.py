@@ -54,7 +54,7 @@ LAYERS = {
         {"__main__"},
     ),
     "agentrl_train": (
-        {"errors", "threads"},
+        {"errors"},
         {"types"},
         {"config"},
         {"tool_calls"},

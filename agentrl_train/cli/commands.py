@@ -29,7 +29,7 @@ from agentrl_train.config.sections import Decay
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
-from agentrl_train.models.architecture import persistent_buffers
+from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import DTYPES, chat_format, load_policy, save_policy
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
 from agentrl_train.placement.environments import environments

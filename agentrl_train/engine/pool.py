@@ -27,7 +27,7 @@ from agentrl_train.engine.replica_supervisor import ReplicaSupervisor
 from agentrl_train.engine.torch import while_progress
 from agentrl_train.engine.transfer import DeviceWeights, SharedWeights, Weights
 from agentrl_train.errors import EngineError
-from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -31,13 +31,14 @@ from agentrl_train.errors import (
     ran_out_of_memory,
 )
 from agentrl_train.models.architecture import (
+    Threads,
     has_masks,
     layer_kinds,
     pack_weights,
     packing_pays,
+    release_idle_threads,
     repack_weights,
 )
-from agentrl_train.threads import Threads, release_idle_threads
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
 logger = logging.getLogger(__name__)

@@ -52,10 +52,10 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
-from agentrl_train.models.architecture import check_head, persistent_buffers
+from agentrl_train.models.architecture import Threads, check_head, release_idle_threads
+from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
-from agentrl_train.threads import Threads, release_idle_threads
 from agentrl_train.types import UNTRACED, Batch, FloatArray, MicroBatch, TokenSequence, Trace
 
 if TYPE_CHECKING:

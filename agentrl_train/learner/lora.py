@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from agentrl_train.config import LoraSection
 from agentrl_train.learner.sharding import full
 from agentrl_train.models.adapters import CONFIG, PREFIX, TENSORS
-from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

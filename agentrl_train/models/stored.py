@@ -29,7 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from agentrl_train.models.architecture import layer_of, persistent_buffers
+from agentrl_train.models.checkpoint_names import layer_of, persistent_buffers
 from agentrl_train.models.shards import part_of
 
 if TYPE_CHECKING:

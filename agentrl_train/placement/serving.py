@@ -18,8 +18,8 @@ from agentrl_train.engine.rpc import Frame, answer_frames, connect
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.transfer import fingerprint, mismatch
 from agentrl_train.errors import ConstraintError, EngineBroken, EngineError, EngineOutOfMemory
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import copy_of, load_policy
-from agentrl_train.threads import Threads
 from agentrl_train.types import SamplingParams
 
 

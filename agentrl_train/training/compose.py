@@ -29,6 +29,7 @@ from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
 from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import chat_format, load_policy, open_policy
 from agentrl_train.models.stored import StoredModel
 from agentrl_train.placement.devices import Processes
@@ -49,7 +50,6 @@ from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.sinks import traced
 from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
-from agentrl_train.threads import Threads
 from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
 from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance

@@ -23,12 +23,12 @@ from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
 from agentrl_train.models.adapters import adapter_base
-from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.architecture import Threads
+from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.models.loading import copy_of, load_policy, with_dtype
 from agentrl_train.models.sources import local_model
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.launcher import Launcher
-from agentrl_train.threads import Threads
 from agentrl_train.types import RunningEngine, Trace
 from agentrl_train.weights import FLOAT32, Canary, Drift, LogProbs, Publisher
 

@@ -18,9 +18,9 @@ from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic,
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner, Place
 from agentrl_train.loss import Loss, value_loss
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import copy_of, load_policy, open_teacher
 from agentrl_train.placement.ranks import LeadLearner, Ranks
-from agentrl_train.threads import Threads
 
 CRITIC_GRAD_NORM = 1.0
 

@@ -15,7 +15,7 @@ from agentrl_train.batch import pack
 from agentrl_train.config import load_config
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
-from agentrl_train.threads import Threads, release_idle_threads
+from agentrl_train.models.architecture import Threads, release_idle_threads
 from agentrl_train.training.compose import open_launcher, threads_of
 from agentrl_train.types import SamplingParams
 from tests.tiny_models import make_model

@@ -15,7 +15,7 @@ from agentrl_train.batch import pack
 from agentrl_train.config import TrainSection
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
-from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import drift, probe_sequence
 from tests.architectures import VOCABULARY, WINDOW, tiny

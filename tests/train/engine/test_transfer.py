@@ -15,7 +15,7 @@ from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.engine.transfer import DeviceWeights, Fingerprint, SharedWeights, fingerprint, lost_push
 from agentrl_train.learner import Learner
 from agentrl_train.learner.sharding import buckets
-from agentrl_train.models.architecture import CheckpointNames
+from agentrl_train.models.checkpoint_names import CheckpointNames
 from tests.architectures import tiny
 from tests.tiny_models import make_model
 

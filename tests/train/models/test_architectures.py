@@ -24,7 +24,8 @@ from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner, logprobs
 from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention, shares_prefixes
 from agentrl_train.models import architecture
-from agentrl_train.models.architecture import CheckpointNames, check_head
+from agentrl_train.models.architecture import check_head
+from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.models.loading import load_policy
 from agentrl_train.models.stored import StoredModel, allocate, auto_class, safetensors_files
 from agentrl_train.types import SamplingParams, TokenSequence

