@@ -145,12 +145,8 @@ class ChatFormat:
         self._find_ends()
         self._check_template()
         self.parser = self._choose_parser(tool_parser)
-
-    @property
-    def syntax(self) -> str:
+        self.syntax = tool_parser if tool_parser and self._in_prompt else self.parser.name
         """The syntax of calls, as a value of ``model.tool_parser``."""
-        written = (name for name, one in PROMPTED.items() if one is self._in_prompt)
-        return next(written, self.parser.name)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

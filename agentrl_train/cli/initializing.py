@@ -130,9 +130,10 @@ def _first_config(model: str, tasks: Sequence[str], *, name: str, lora: bool) ->
 
 
 async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> Trial:
-    """Return the syntax with the most valid calls, or else that of the template, or else the shortest.
+    """Return the syntax with the most valid calls.
 
-    Without a measurement, return the first that works.
+    If several have as many, return that of the template, or else the one with the fewest tokens. Without a
+    measurement, return the first that works.
     """
     model, tokenizer = load_policy(config.model.path) if measured else open_policy(config.model.path)[:2]
     trials: list[Trial] = []

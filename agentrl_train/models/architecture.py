@@ -126,7 +126,7 @@ def attend(
         value: like ``key``, with contiguous rows.
         mask: added to the scores; None means no mask.
         is_causal: True if the queries belong to the last keys, and each one sees the keys up to its own.
-            There is no other mask then, and ``can_be_causal`` must be True.
+            Only if ``can_be_causal`` is True, and without ``mask``.
         scaling: factor of the scores.
         softcap: bound of the scores (Gemma-2).
         sinks: logit of each head for attending to no key (gpt-oss).

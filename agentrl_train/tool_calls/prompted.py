@@ -1,4 +1,4 @@
-"""Tools described in the system prompt, for models whose chat templates write no calls."""
+"""Syntaxes of tool calls that the system prompt describes, for chat templates that write no calls."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ class PromptSyntax:
     """The texts that describe tools, calls and results to a model."""
 
     family: str
-    """Name of the family whose calls the model writes."""
+    """Family of the calls, a name of ``PARSERS``."""
     instructions: str
     """Text of the system prompt, with a ``{tools}`` field."""
     result: str
     """Text of a result, with a ``{}`` field."""
 
 
-PROMPTED: Mapping[str, PromptSyntax] = MappingProxyType(
-    {
-        "prompt": PromptSyntax(
-            family="hermes",
-            instructions="""\
+_TOOLS = """\
 You can call these tools, described by their JSON Schemas:
 <tools>
 {tools}
 </tools>
+"""
+PROMPTED: Mapping[str, PromptSyntax] = MappingProxyType(
+    {
+        "prompt": PromptSyntax(
+            family="hermes",
+            instructions=_TOOLS
+            + """\
 To call one, write a JSON object with its name and arguments inside these tags, one pair of tags per call:
 <tool_call>
 {{"name": "NAME", "arguments": {{...}}}}
@@ -37,11 +40,8 @@ The result follows in the next message, inside <tool_response></tool_response>."
         ),
         "prompt_python": PromptSyntax(
             family="llama_python",
-            instructions="""\
-You can call these tools, described by their JSON Schemas:
-<tools>
-{tools}
-</tools>
+            instructions=_TOOLS
+            + """\
 To call some, write a list of Python calls with named arguments:
 [NAME(ARGUMENT=VALUE, ...)]
 Each result follows in the next message, after "Result:".""",
