@@ -53,7 +53,9 @@ ACTIONS = frozenset(
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
     """List the problems of one split. Both splits use the same words."""
-    problems = questions(level, split) if level > 1 else _searches(split)
+    if level > 1:
+        return questions(level, split, NUM_SAMPLES[split])
+    problems = _searches(split)
     return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
 
 
@@ -86,10 +88,10 @@ class Sql(Environment):
         data = sample.data
         self.database = self.seen = None
         goods = {department: list(things) for department, things in GOODS.items()}
+        if (store := data.get("store", 1)) > 1:
+            rng = rng.spawn(store - 1)[-1]  # with equal seeds, another store has other databases
         self.searching = data["level"] == 1
         if self.searching:
-            if (store := data.get("store", 1)) > 1:
-                rng = rng.spawn(store - 1)[-1]  # with equal seeds, another store has other databases
             thing, column = f"{data['colour']} {data['thing']}", data["column"]
             self.usual = _department(data["thing"])
             self.department = _file(data["thing"], goods, rng, name=thing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from itertools import combinations, permutations, product, zip_longest
+from itertools import combinations, permutations, product
 
 GOODS = {
     "food": ("bread", "honey", "rice", "tea", "cheese", "salt"),
@@ -176,19 +176,27 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
 
 
 @cache
-def questions(level: int, split: str) -> list[Words]:
-    """List the different questions of a split, alternating between the forms."""
+def questions(level: int, split: str, number: int) -> list[Words]:
+    """List the questions of a split, which alternates between the forms.
+
+    A form whose questions have all been asked begins again, about the next store.
+    """
     forms: list[list[Words]] = []
     for form, (_, _, fields) in FORMS[level].items():
         words = random.Random(f"forms of {level} {form}").sample(fields, len(fields))
         forms.append(
             [
                 {"level": level, "ask": form, **blanks}
-                for number, blanks in enumerate(words[:MOST])
-                if (number % TEST_SHARE == 0) == (split == "test")
+                for place, blanks in enumerate(words[:MOST])
+                if (place % TEST_SHARE == 0) == (split == "test")
             ]
         )
-    return [question for turn in zip_longest(*forms) for question in turn if question is not None]
+    asked: list[Words] = []
+    for i in range(number):
+        turn, form = divmod(i, len(forms))
+        store, place = divmod(turn, len(forms[form]))
+        asked.append({**forms[form][place], "store": store + 1})
+    return asked
 
 
 def fill(data: Words) -> tuple[str, str]:

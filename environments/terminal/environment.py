@@ -20,8 +20,7 @@ NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 @lru_cache
 def _problems(level: int, split: str) -> list[dict[str, object]]:
     """List the requests of one split. Both splits use the same words."""
-    problems = requests(level, split)
-    return [problems[i % len(problems)] for i in range(NUM_SAMPLES[split])]
+    return requests(level, split, NUM_SAMPLES[split])
 
 
 class Terminal(Environment):
@@ -40,6 +39,8 @@ class Terminal(Environment):
     def reset(self, sample, rng):
         self.data = sample.data
         self.ran = set()
+        if (machine := self.data.get("machine", 1)) > 1:
+            rng = rng.spawn(machine - 1)[-1]  # with equal seeds, another machine has other files
         request, self.gold = fill(self.data)
         self.files = self._table(rng) if self.data["level"] == 2 else self._texts(rng)
         self.right = solve(self.data, self.files)

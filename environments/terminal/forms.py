@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from itertools import combinations, permutations, product, zip_longest
+from itertools import combinations, permutations, product
 from typing import NamedTuple
 
 TREES = ("birch", "cedar", "larch", "maple", "spruce", "willow", "rowan", "alder")
@@ -292,19 +292,27 @@ FORMS: dict[int, dict[str, Form]] = {
 
 
 @cache
-def requests(level: int, split: str) -> list[Data]:
-    """List the different requests of a split, alternating between the forms."""
+def requests(level: int, split: str, number: int) -> list[Data]:
+    """List the requests of a split, which alternates between the forms.
+
+    A form whose requests have all been made begins again, on the next machine.
+    """
     forms: list[list[Data]] = []
     for name, form in FORMS[level].items():
         blanks = random.Random(f"terminal {level} {name}").sample(form.blanks, len(form.blanks))
         forms.append(
             [
                 {"level": level, "ask": name, **words}
-                for number, words in enumerate(blanks[:MOST])
-                if (number % TEST_SHARE == 0) == (split == "test")
+                for place, words in enumerate(blanks[:MOST])
+                if (place % TEST_SHARE == 0) == (split == "test")
             ]
         )
-    return [request for turn in zip_longest(*forms) for request in turn if request is not None]
+    asked: list[Data] = []
+    for i in range(number):
+        turn, chosen = divmod(i, len(forms))
+        machine, place = divmod(turn, len(forms[chosen]))
+        asked.append({**forms[chosen][place], "machine": machine + 1})
+    return asked
 
 
 def fill(data: Data) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The terminal task is solvable at every level and graded by the real state of the files."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,31 @@ def test_a_thousand_requests_of_a_split_differ(level):
     for split in ("train", "test"):
         samples = Terminal.samples(split + level)
         assert len({json.dumps(problem) for problem in samples}) >= 1000
-        assert len({problem["ask"] for problem in samples[:8]}) >= 6
+        asked = Counter(problem["ask"] for problem in samples)
+        assert len(asked) >= 6
+        assert max(asked.values()) - min(asked.values()) <= 1
+
+
+@every_level
+async def test_repeated_request_is_about_another_machine(client, level):
+    samples = Terminal.samples("test" + level)
+    again = next(i for i, problem in enumerate(samples) if problem["machine"] == 2)
+    first = samples.index({**samples[again], "machine": 1})
+    texts, files = set(), set()
+    for index in (first, again):
+        session = await client.open("terminal", split="test" + level, index=index, seed=5)
+        texts.add(str(session.messages))
+        files.add((await call(session, "shell", command="cat */* *.csv")).messages[-1].content)
+    assert len(texts) == 1
+    assert len(files) == 2
 
 
 @every_level
 def test_splits_share_words_but_no_problem(level):
-    train, test = ({json.dumps(p) for p in Terminal.samples(split + level)} for split in ("train", "test"))
+    train, test = (
+        {json.dumps(problem | {"machine": 1}) for problem in Terminal.samples(split + level)}
+        for split in ("train", "test")
+    )
     assert train
     assert test
     assert not train & test
