@@ -452,10 +452,11 @@ class _Playing(Observer):
 
 def _warn_of_spinning_threads(config: RunConfig) -> None:
     """Log a warning if PyTorch was loaded before ``agentrl_train`` could keep idle threads from spinning."""
-    if config.run.threads != 1 and "OMP_WAIT_POLICY" not in os.environ:
+    limited = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    if config.run.threads != 1 and not limited:
         logger.warning(
             "PyTorch was imported before agentrl_train, so idle threads spin while others need the core, and "
-            "a step can take ten times as long: import agentrl_train first, or set OMP_WAIT_POLICY=PASSIVE"
+            "a step can take ten times as long: import agentrl_train first, or set GOMP_SPINCOUNT=10000"
         )
 
 

@@ -26,6 +26,16 @@ for _ in range(6):
     print(faults() - before)
 """
 """A script that prints the page faults of tensors, each freed before the next."""
+THREADS = (
+    FAULTS.replace("for _ in range(6):", "def allocate(size):").replace("2**26", "size")
+    + """
+from concurrent.futures import ThreadPoolExecutor
+pools = [ThreadPoolExecutor(1) for _ in range(6)]
+for number, pool in enumerate(pools):
+    pool.submit(allocate, 2**25 - number * 2**20).result()  # small objects take some of the freed memory
+"""
+)
+"""The same, each in another thread."""
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +76,7 @@ def test_entropy_without_gradient_keeps_the_gradient_of_the_log_probability():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="requires the allocator of glibc")
-def test_memory_of_freed_tensors_is_reused():
-    faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", FAULTS]).split()]
+@pytest.mark.parametrize("script", [FAULTS, THREADS], ids=["one thread", "more threads"])
+def test_memory_of_freed_tensors_is_reused(script):
+    faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", script]).split()]
     assert min(faults[1:]) < faults[0] // 4  # the kernel can take pages from a waiting process

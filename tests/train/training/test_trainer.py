@@ -350,38 +350,47 @@ def test_script_trains_its_own_class(policy: Path, tmp_path: Path) -> None:
     assert (tmp_path / "policy" / "config.json").exists()
 
 
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 MAKE = """
 {imports}
 import os
 Trainer(model="org/name", environments=["http://127.0.0.1:1"], steps=1, settings={settings})
-print(os.environ.get("OMP_WAIT_POLICY"))
+print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
 @pytest.mark.parametrize(
     ("imports", "settings", "given", "policy", "warned"),
     [
-        ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE", False),
+        ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE 10000", False),
         pytest.param(
             "from agentrl_train import Trainer",
             {},
             {"OMP_WAIT_POLICY": "ACTIVE"},
-            "ACTIVE",
+            "ACTIVE None",
             False,
             marks=pytest.mark.slow,
         ),
-        ("import torch; from agentrl_train import Trainer", {}, {}, "None", True),
+        pytest.param(
+            "from agentrl_train import Trainer",
+            {},
+            {"GOMP_SPINCOUNT": "20"},
+            "PASSIVE 20",
+            False,
+            marks=pytest.mark.slow,
+        ),
+        ("import torch; from agentrl_train import Trainer", {}, {}, "None None", True),
         pytest.param(
             "import torch; from agentrl_train import Trainer",
             {"run.threads": 1},
             {},
-            "None",
+            "None None",
             False,
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_idle_threads_of_a_script_do_not_spin(
+def test_idle_threads_of_a_script_wait_actively_only_for_a_moment(
     tmp_path: Path,
     imports: str,
     settings: dict[str, Any],
@@ -390,7 +399,7 @@ def test_idle_threads_of_a_script_do_not_spin(
     warned: bool,
 ) -> None:
     code = MAKE.replace("{imports}", imports).replace("{settings}", repr(settings))
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -400,7 +409,7 @@ def test_idle_threads_of_a_script_do_not_spin(
         timeout=500,
     )
     assert done.stdout.splitlines() == [policy], done.stderr
-    assert ("set OMP_WAIT_POLICY=PASSIVE" in done.stderr) is warned
+    assert ("set GOMP_SPINCOUNT=10000" in done.stderr) is warned
 
 
 @pytest.mark.slow
