@@ -2,8 +2,7 @@
 
 ``learner.py`` updates the model, and ``logprobs.py`` computes log-probabilities. ``sharding.py`` distributes
 parameters and work over ranks, and ``sequence_parallel.py`` distributes long rows. ``lora.py`` trains
-adapters. ``state.py`` saves, loads and offloads the optimizer state. ``memory.py`` keeps freed memory for the
-next update.
+adapters. ``state.py`` saves, loads and offloads the optimizer state.
 """
 
 from agentrl_train.learner.learner import Learner, lr_fraction

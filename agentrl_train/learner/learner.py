@@ -40,7 +40,6 @@ from agentrl_train.learner.logprobs import (
     shares_prefixes,
 )
 from agentrl_train.learner.lora import adapters_off, add_adapters, is_adapter, merged
-from agentrl_train.learner.memory import keep_freed_memory
 from agentrl_train.learner.sequence_parallel import use_sequence_parallel
 from agentrl_train.learner.sharding import GatheredWeights, Place, buckets, deal, full, shard
 from agentrl_train.learner.state import (
@@ -52,7 +51,13 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
-from agentrl_train.models.architecture import Threads, check_head, release_idle_threads
+from agentrl_train.models.architecture import (
+    Threads,
+    check_head,
+    keep_freed_memory,
+    release_idle_threads,
+    return_unused_memory,
+)
 from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
@@ -277,6 +282,8 @@ class Learner:
             for share, old in zip(shares, before, strict=True):
                 self._update(share, old, sums)
         release_idle_threads()
+        if self.device.type == "cpu":
+            return_unused_memory()
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
     def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:

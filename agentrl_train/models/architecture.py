@@ -1,4 +1,4 @@
-"""Parts of a model that learner and engines compute themselves, and the CPU threads that they share.
+"""Parts of a model that learner and engines compute themselves, and the threads and memory that they share.
 
 Architectures differ in the tokens that each kind of layer attends to, and in the scaling and capping of the
 logits. On a CPU, an engine multiplies by weights in the processor's own layout.
@@ -420,6 +420,10 @@ class _Output(ModelOutput):
 
 SOFT_PAUSE = 1
 """OpenMP's ``omp_pause_soft``: keep the settings."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of the parameters of glibc's ``mallopt``."""
+LARGEST_REUSED = 2**30
+"""Allocations up to this many bytes reuse freed memory."""
 
 
 class Threads:
@@ -474,3 +478,49 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
     paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = [ctypes.CDLL(path) for path in sorted(paths) if "libgomp" in path and Path(path).exists()]
     return tuple(library for library in libraries if hasattr(library, "omp_pause_resource_all"))
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The result of glibc's ``mallinfo2``, in bytes.
+
+    In use are ``uordblks`` in arenas and ``hblkhd`` outside. ``fordblks`` are kept for reuse.
+    """
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def keep_freed_memory() -> None:
+    """Make the allocator reuse the memory of freed activations instead of returning it to the kernel.
+
+    By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
+    is next touched, which takes a sixth of the time of an update. Other allocators are not changed.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def return_unused_memory() -> None:
+    """Return freed memory to the kernel if it exceeds the memory in use.
+
+    Each thread has an arena that the other threads cannot use, and allocations of changing sizes leave holes.
+    A run with steps on changing threads would take more with every step. Other allocators are not changed.
+    """
+    libc = _glibc()
+    if libc is not None and hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = _Mallinfo2
+        sizes = libc.mallinfo2()
+        if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
+            libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc. Its ``mallinfo2`` is new in version 2.33."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "malloc_trim") else None

@@ -28,7 +28,6 @@ from agentrl_train.config.rollout import Stale
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
-from agentrl_train.learner.memory import keep_freed_memory
 from agentrl_train.models.adapters import adapter_base
 from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import chat_format, load_policy, open_policy
@@ -101,9 +100,7 @@ def processes(config: RunConfig) -> Processes:
 
 
 def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
-    """Prepare this process and return the context of the launcher of a run; raises ``ConfigError``."""
-    if config.engine.device == "cpu":
-        keep_freed_memory()
+    """Return the context of the launcher of a run; raises ``ConfigError``."""
     command = (sys.executable, "-m", "agentrl_train", "run")
     follower = Follower(command=command, config=config.to_toml(), run=partial(run_follower, config))
     return make_launcher(processes(config), follower)

@@ -456,7 +456,7 @@ def _warn_of_spinning_threads(config: RunConfig) -> None:
     if config.run.threads != 1 and not limited:
         logger.warning(
             "PyTorch was imported before agentrl_train, so idle threads spin while others need the core, and "
-            "a step can take ten times as long: import agentrl_train first, or set GOMP_SPINCOUNT=10000"
+            "a step can take ten times as long: import agentrl_train first, or set GOMP_SPINCOUNT=3000"
         )
 
 

@@ -11,10 +11,12 @@ import torch
 from agentrl_train.learner import logprobs
 from agentrl_train.learner.logprobs import score_tokens
 
+requires_glibc = pytest.mark.skipif(sys.platform != "linux", reason="requires the allocator of glibc")
+
 TEMPERATURE = 0.7
 FAULTS = """
 import resource, torch
-from agentrl_train.learner.memory import keep_freed_memory
+from agentrl_train.models.architecture import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -26,16 +28,22 @@ for _ in range(6):
     print(faults() - before)
 """
 """A script that prints the page faults of tensors, each freed before the next."""
-THREADS = (
-    FAULTS.replace("for _ in range(6):", "def allocate(size):").replace("2**26", "size")
-    + """
-from concurrent.futures import ThreadPoolExecutor
-pools = [ThreadPoolExecutor(1) for _ in range(6)]
-for number, pool in enumerate(pools):
-    pool.submit(allocate, 2**25 - number * 2**20).result()  # small objects take some of the freed memory
+HOLES = """
+import sys, torch
+from pathlib import Path
+from agentrl_train.models.architecture import keep_freed_memory, return_unused_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+keep_freed_memory()
+held, freed = ([torch.ones(2**22, dtype=torch.uint8) for _ in range(int(one))] for one in sys.argv[1:])
+full = resident()
+del freed
+return_unused_memory()
+print(full - resident())
 """
-)
-"""The same, each in another thread."""
+"""A script that prints how many MB are returned, if so many tensors of 4 MB are held and freed."""
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +83,14 @@ def test_entropy_without_gradient_keeps_the_gradient_of_the_log_probability():
     assert torch.allclose(logits.grad, expected, atol=1e-6)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="requires the allocator of glibc")
-@pytest.mark.parametrize("script", [FAULTS, THREADS], ids=["one thread", "more threads"])
-def test_memory_of_freed_tensors_is_reused(script):
-    faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", script]).split()]
+@requires_glibc
+def test_memory_of_freed_tensors_is_reused():
+    faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", FAULTS]).split()]
     assert min(faults[1:]) < faults[0] // 4  # the kernel can take pages from a waiting process
+
+
+@requires_glibc
+@pytest.mark.parametrize(("held", "freed", "returned"), [(20, 200, True), (200, 100, False)])
+def test_freed_memory_is_returned_if_it_exceeds_the_memory_in_use(held, freed, returned):
+    command = [sys.executable, "-c", HOLES, str(held), str(freed)]
+    assert (int(subprocess.check_output(command)) > 4 * freed // 2) is returned

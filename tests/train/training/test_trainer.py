@@ -362,7 +362,7 @@ print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 @pytest.mark.parametrize(
     ("imports", "settings", "given", "policy", "warned"),
     [
-        ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE 10000", False),
+        ("from agentrl_train import load_policy, Trainer", {}, {}, "PASSIVE 3000", False),
         pytest.param(
             "from agentrl_train import Trainer",
             {},
@@ -409,7 +409,7 @@ def test_idle_threads_of_a_script_wait_actively_only_for_a_moment(
         timeout=500,
     )
     assert done.stdout.splitlines() == [policy], done.stderr
-    assert ("set GOMP_SPINCOUNT=10000" in done.stderr) is warned
+    assert ("set GOMP_SPINCOUNT=3000" in done.stderr) is warned
 
 
 @pytest.mark.slow
