@@ -54,7 +54,7 @@ $(OLDEST)/.installed: $(VENV)/.dev
 	$(BIN)/python release/oldest.py $(OLDEST_EXTRAS) > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -c $(OLDEST)/constraints.txt \
 		-e '.[$(OLDEST_EXTRAS)]' pytest pytest-asyncio pytest-xdist hypothesis \
-		peft schemathesis playwright kubernetes-validate
+		peft schemathesis playwright kubernetes-validate viztracer nbclient ipykernel
 	touch $@
 
 slow: $(VENV)/.dev  ## tests from end to end that take more than ten seconds, and further cases of quick ones
