@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl_env.errors import ClientClosed
@@ -73,6 +75,7 @@ class LoopThread:
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join(grace)
+            _await_exit(thread, grace)
 
     def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -91,6 +94,17 @@ class LoopThread:
                 )
                 self._thread.start()
             return self._loop
+
+
+def _await_exit(thread: threading.Thread, within: float) -> None:
+    """Wait until the operating system has ended a joined thread, on Linux.
+
+    Until then its last destructors can hold locks of C libraries. A process that is forked meanwhile has
+    copies that nobody releases, so that OpenSSL would block it forever.
+    """
+    task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + within
+    while not thread.is_alive() and task.exists() and time.monotonic() < deadline:
+        time.sleep(0.0002)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import ssl
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_env import EnvClient, Message, SessionStatus, SyncEnvClient, ToolCall
+from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.errors import (
     CallTimeout,
     ClientClosed,
@@ -128,6 +130,21 @@ def test_close_ends_the_sessions_and_the_thread():
     client.close()
     assert len(Slow.closed) == 1
     assert client_threads() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_stopped_thread_has_left_the_process():
+    """A fork while OpenSSL's destructors of the thread run would leave their locks closed in the child."""
+
+    async def use_openssl():
+        ssl.create_default_context()
+        return threading.get_native_id()
+
+    for _ in range(50):
+        loop = LoopThread()
+        thread = loop.run(use_openssl())
+        loop.stop()
+        assert not Path(f"/proc/self/task/{thread}").exists()
 
 
 def test_closed_client_raises_client_closed(client):
