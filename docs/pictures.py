@@ -30,7 +30,9 @@ IMAGES = DOCS / "images"
 COLUMNS = 60
 """Columns of the terminal."""
 LINES = 21
-"""Number of shown lines, from the end of the output."""
+"""Number of shown lines of the terminal, from the end of the output."""
+TRAIN_COLUMNS, TRAIN_LINES = 72, 24
+"""The same for the table of a training run."""
 WIDTH = 460
 """Width of a page in CSS pixels. Images have two pixels for each."""
 MODES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -60,17 +62,24 @@ def _as_images(found: re.Match[str]) -> str:
     return "\n".join(images)
 
 
-def terminal(*command: str) -> str:
-    """Return an SVG image of a terminal with a command and the end of its output."""
+def terminal(*command: str, columns: int = COLUMNS, lines: int = LINES) -> str:
+    """Return an SVG image of a terminal with a command and the end of its output.
+
+    Args:
+        command: the command and its arguments.
+        columns: width of the terminal.
+        lines: number of shown lines, from the end of the output.
+    """
     from rich.console import Console
     from rich.terminal_theme import MONOKAI
     from rich.text import Text
 
-    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(columns)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    shown = done.stdout.replace(f"{DOCS.parent}/", "").rstrip().splitlines()[-lines:]
+    console = Console(record=True, width=columns, file=StringIO(), force_terminal=True)
     console.print(f"[bold]$[/] {' '.join(command)}\n[dim]...[/]", highlight=False)
-    console.print(Text.from_ansi("\n".join(done.stdout.rstrip().splitlines()[-LINES:])))
+    console.print(Text.from_ansi("\n".join(shown)))
     return FONT.sub("", console.export_svg(title="agentrl-kit", theme=MONOKAI, unique_id="terminal"))
 
 
@@ -178,6 +187,7 @@ def main(run: Path) -> None:
     IMAGES.mkdir(exist_ok=True)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     (IMAGES / "check.svg").write_text(terminal("agentrl-env", "check", "environments/shop"))
+    (IMAGES / "train.svg").write_text(terminal("make", "train", columns=TRAIN_COLUMNS, lines=TRAIN_LINES))
     with sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox", "--hide-scrollbars"])
         context = chromium.new_context(
