@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from itertools import combinations, permutations, product
 
 GOODS = {
@@ -175,11 +174,10 @@ FORMS: dict[int, dict[str, tuple[str, str, list[Words]]]] = {
 """Level -> form -> the question, the query, and the words for both."""
 
 
-@cache
 def questions(level: int, split: str, number: int) -> list[Words]:
     """List the questions of a split, which alternates between the forms.
 
-    A form whose questions have all been asked begins again, about the next store.
+    When all questions of a form have been asked, they are asked again about the next store.
     """
     forms: list[list[Words]] = []
     for form, (_, _, fields) in FORMS[level].items():

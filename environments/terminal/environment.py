@@ -6,7 +6,6 @@ is graded by the state of the files.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 
 from agentrl_env import Done, Environment, Message, ToolCall, tool
@@ -15,12 +14,6 @@ from agentrl_env.sandbox import open_sandbox
 from .forms import COLUMNS, FILES, FOLDERS, WORDS, fill, requests, solve
 
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
-
-
-@lru_cache
-def _problems(level: int, split: str) -> list[dict[str, object]]:
-    """List the requests of one split. Both splits use the same words."""
-    return requests(level, split, NUM_SAMPLES[split])
 
 
 class Terminal(Environment):
@@ -34,7 +27,7 @@ class Terminal(Environment):
     def samples(cls, split):
         """Return the problems of "train" or "test" (level 1), or of "train-2", "test-3" and so on."""
         name, _, level = split.partition("-")
-        return _problems(int(level or 1), name)
+        return requests(int(level or 1), name, NUM_SAMPLES[name])
 
     def reset(self, sample, rng):
         self.data = sample.data

@@ -295,7 +295,7 @@ FORMS: dict[int, dict[str, Form]] = {
 def requests(level: int, split: str, number: int) -> list[Data]:
     """List the requests of a split, which alternates between the forms.
 
-    A form whose requests have all been made begins again, on the next machine.
+    When all requests of a form have been made, they are made again on the next machine.
     """
     forms: list[list[Data]] = []
     for name, form in FORMS[level].items():
