@@ -97,14 +97,17 @@ class Sql(Environment):
             self.department = _file(data["thing"], goods, rng, name=thing)
             question = f"What is the {column} of the {thing}?"
             self.wish = f"{column} of {thing}"
-            self.query_text = f"SELECT {column} FROM goods WHERE name = '{thing}'"
+            self.query_text, lacking = f"SELECT {column} FROM goods WHERE name = '{thing}'", []
         else:
             self.department = data["department"]
-            question, self.query_text = fill(data)
+            question, self.query_text, *lacking = fill(data)
             self.wish = question.rstrip("?.")
         self.rows = {department: _rows(things, rng) for department, things in goods.items()}
-        self._open(self.department)
-        self.right = str(self._run(self.query_text)[1][0][0])
+        self.right, *wrong = self._results(self.query_text, *lacking)
+        # Rows with which an incomplete query returns the answer would reward it by luck.
+        while self.right in ("0", "None", *wrong):
+            self.rows[self.department] = _rows(goods[self.department], rng)
+            self.right, *wrong = self._results(self.query_text, *lacking)
         self.close()
         return question
 
@@ -198,6 +201,11 @@ class Sql(Environment):
         self.close()
         self.database, self.opened, self.tried = _database(*self.rows[department]), department, False
         self.database.set_progress_handler(self._tick, 1000)
+
+    def _results(self, *queries):
+        """Return the first value of each query in the requested department, as text."""
+        self._open(self.department)
+        return [str(self._run(query)[1][0][0]) for query in queries]
 
     def _run(self, sql):
         """Return the column names and at most ``MAX_ROWS + 1`` rows of a query."""

@@ -11,7 +11,7 @@ from itertools import product
 from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.sandbox import open_sandbox
 
-from .forms import COLUMNS, FILES, FOLDERS, WORDS, fill, requests, solve
+from .forms import COLUMNS, FILES, FOLDERS, WORDS, fill, is_lucky, requests, solve
 
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
@@ -35,7 +35,10 @@ class Terminal(Environment):
         if (machine := self.data.get("machine", 1)) > 1:
             rng = rng.spawn(machine - 1)[-1]  # with equal seeds, another machine has other files
         request, self.gold = fill(self.data)
-        self.files = self._table(rng) if self.data["level"] == 2 else self._texts(rng)
+        draw = self._table if self.data["level"] == 2 else self._texts
+        self.files = draw(rng)
+        while is_lucky(self.data, self.files):
+            self.files = draw(rng)
         self.right = solve(self.data, self.files)
         self.box = self._open(self.files)
         return request

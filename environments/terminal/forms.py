@@ -38,6 +38,8 @@ class Form(NamedTuple):
     blanks: list[Data]
     solve: Callable[[dict[str, str], Data], object]
     """Returns the answer, or at level 3 the required files, from the files and the words."""
+    careless: Callable[[dict[str, str], Data], object] | None = None
+    """Returns the answer of somebody who overlooks a part of the request. It is wrong on every machine."""
 
 
 def _each(**blanks) -> list[Data]:
@@ -73,6 +75,10 @@ def _total(files, column, keep) -> int:
     return sum(row[column] for row in _rows(files) if keep(row))
 
 
+def _count(files, data) -> int:
+    return sum(data["word"] in line for line in _lines(files, data))
+
+
 def _find_both(files, data):
     return next(
         path.split("/")[1] for path, text in _with_word(files, data).items() if data["second"] in text
@@ -84,11 +90,11 @@ def _place(files, data):
     return line.split()[ORDINALS.index(data["ordinal"])]
 
 
-def _most(files, data):
+def _most(files, data, without=None):
     """Return the name with the highest total, or the last of several, as in ``sort -rn``."""
     totals = Counter()
     for row in _rows(files):
-        if row["name"] != data["word"]:
+        if row["name"] != without:
             totals[row["name"]] += row[data["column"]]
     return max(totals, key=lambda name: (totals[name], name))
 
@@ -142,7 +148,7 @@ FORMS: dict[int, dict[str, Form]] = {
             "How many lines of the files in the folder {folder} contain the word {word}?",
             "cat {folder}/*.txt | grep -c {word}",
             _each(word=WORDS, folder=FOLDERS),
-            lambda files, data: sum(data["word"] in line for line in _lines(files, data)),
+            _count,
         ),
         "count_either": Form(
             "How many lines of the files in the folder {folder} contain the word {word} or the word "
@@ -152,12 +158,14 @@ FORMS: dict[int, dict[str, Form]] = {
             lambda files, data: sum(
                 data["word"] in line or data["second"] in line for line in _lines(files, data)
             ),
+            careless=_count,
         ),
         "occurrences": Form(
             "How often does the word {word} occur in the files in the folder {folder}?",
             "cat {folder}/*.txt | grep -o {word} | wc -l",
             _each(word=WORDS, folder=FOLDERS),
             lambda files, data: sum(line.count(data["word"]) for line in _lines(files, data)),
+            careless=_count,
         ),
         "place": Form(
             "What is the {ordinal} word in line {line} of the file {file} in the folder {folder}?",
@@ -181,7 +189,8 @@ FORMS: dict[int, dict[str, Form]] = {
             SKIP + "grep -v '^{word},' | awk -F, '{{ sum[$1] += ${number} }} "
             "END {{ for (name in sum) print sum[name], name }}' | sort -rn | head -n 1 | cut -d' ' -f2",
             _each(word=WORDS, column=COLUMNS),
-            _most,
+            lambda files, data: _most(files, data, without=data["word"]),
+            careless=_most,
         ),
         "count": Form(
             "How many rows of orders.csv have a {column} above {low} and a {other} below {high}?",
@@ -207,6 +216,7 @@ FORMS: dict[int, dict[str, Form]] = {
             lambda files, data: max(
                 (row[data["column"]] for row in _rows(files) if row[data["other"]] < data["bound"]), default=0
             ),
+            careless=lambda files, data: max(row[data["column"]] for row in _rows(files)),
         ),
         "value": Form(
             "What is the sum of price times quantity over all rows of orders.csv with the name {word} or "
@@ -282,9 +292,7 @@ FORMS: dict[int, dict[str, Form]] = {
             "number to a new file called {target}.txt." + CLOSE,
             "cat {folder}/*.txt | grep -c {word} > {target}.txt",
             _each(word=WORDS, folder=FOLDERS, target=("count", "result", "total", "lines")),
-            lambda files, data: {
-                f"{data['target']}.txt": str(sum(data["word"] in line for line in _lines(files, data)))
-            },
+            lambda files, data: {f"{data['target']}.txt": str(_count(files, data))},
         ),
     },
 }
@@ -329,3 +337,9 @@ def solve(data: Data, files: dict[str, str]) -> object:
     """Return the answer of level 1 or 2, or the required files of level 3."""
     found = FORMS[data["level"]][data["ask"]].solve(files, data)
     return {**files, **found} if isinstance(found, dict) else str(found)
+
+
+def is_lucky(data: Data, files: dict[str, str]) -> bool:
+    """Return True if with these files, an answer that overlooks a part of the request is right by luck."""
+    form = FORMS[data["level"]][data["ask"]]
+    return form.careless is not None and form.careless(files, data) == form.solve(files, data)

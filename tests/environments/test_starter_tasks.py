@@ -111,6 +111,19 @@ def test_sql_asks_many_forms_of_questions_equally_often_at_higher_levels(level):
         assert first.messages != other.messages
 
 
+@pytest.mark.parametrize("level", ["-2", "-3"])
+def test_query_of_sql_without_one_of_its_parts_is_never_right_by_luck(level):
+    task = TASKS["sql"]
+    for index, problem in enumerate(task.samples("train" + level)[:45]):
+        _, _, *incomplete = sql_questions.fill(problem)
+        assert incomplete
+        for query in incomplete:
+            with task.session(split="train" + level, index=index, seed=index) as session:
+                session.step(ToolCall.of("open", database=problem["department"]))
+                rows = session.step(ToolCall.of("query", sql=query)).messages[0].content.splitlines()
+                assert session.step(ToolCall.of("answer", value=rows[1])).reward == 0.0
+
+
 @every_task
 @every_level
 def test_splits_share_words_but_no_problem(task, level):

@@ -48,6 +48,28 @@ async def test_answer_without_the_work_is_wrong(client, level):
         assert (result.status, result.reward) == (SessionStatus.COMPLETED, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("split", "ask", "command"),
+    [
+        ("train", "occurrences", "cat {folder}/*.txt | grep -c {word}"),
+        ("train", "count_either", "cat {folder}/*.txt | grep -c {word}"),
+        ("train-2", "highest", "tail -n +2 orders.csv | cut -d, -f{number} | sort -n | tail -n 1"),
+    ],
+)
+async def test_command_that_overlooks_a_part_of_the_request_is_never_right_by_luck(
+    client, split, ask, command
+):
+    asked = [index for index, sample in enumerate(Terminal.samples(split)) if sample["ask"] == ask]
+    for index in asked[:10]:
+        session = await client.open("terminal", split=split, index=index, seed=index)
+        data = session.info.sample.data
+        number = ("name", "price", "quantity", "weight").index(data.get("column", "name")) + 1
+        output = await call(session, "shell", command=command.format(**data, number=number))
+        answer = output.messages[0].content.strip()
+        assert answer.isdecimal()
+        assert (await call(session, "answer", text=answer)).reward == 0.0
+
+
 async def test_state_check_is_independent_of_replaced_programs(client):
     session = await client.open("terminal", split="train-3", index=0)
     forge = (
