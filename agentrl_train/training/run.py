@@ -535,12 +535,12 @@ async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine
     try:
         await asyncio.wait((running, losing), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            running.cancel()
-            await asyncio.wait((running,), timeout=SHUTDOWN_TIMEOUT_S)
             losing.result()
         return await running
-    finally:
+    finally:  # also if this is cancelled: the run must end before the caller closes its engines
         losing.cancel()
+        running.cancel()
+        await asyncio.wait((running,), timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def resumption(checkpoint: Checkpoint, *, steps: int, finished: int, changed: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from agentrl_env import EnvClient, Environment, Reply
 from agentrl_train import Evaluations, Step, Trainer, Trajectory
 from agentrl_train.errors import CallbackFailed, ConfigError, RunFolderError, TrainError
+from agentrl_train.training.run import run_until_rank_lost
 from tests.env.thread_server import server_on_thread
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.babble import Babble
@@ -421,3 +423,25 @@ def test_torchrun_runs_the_same_script_on_two_ranks(policy: Path, tmp_path: Path
     assert output.count("policy of step 2 on held-out samples") == 1
     assert output.count("no results: rank 0 evaluates") == 1
     assert (tmp_path / "policy" / "config.json").exists()
+
+
+async def test_cancelled_run_ends_before_its_engines_are_closed() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def run() -> Any:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    async def lost() -> None:
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(run_until_rank_lost(run(), lost()))
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set()
