@@ -7,11 +7,14 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Annotated
 
-import typer
+from agentrl_env.cli.imports import uncollected_imports
 
-from agentrl_env import __version__
-from agentrl_env.cli import author, check, evaluate, operator
-from agentrl_env.errors import AgentRLError, check_system
+with uncollected_imports():
+    import typer
+
+    from agentrl_env import __version__
+    from agentrl_env.cli import author, check, evaluate, operator
+    from agentrl_env.errors import AgentRLError, check_system
 
 app = typer.Typer(
     name="agentrl-env",
@@ -59,13 +62,13 @@ for command in _COMMANDS:
 
 def main() -> None:
     """Run the command line. Known errors print one line and exit with 1, usage errors exit with 2."""
-    command = typer.main.get_command(app)
-    command.rich_markup_mode = None  # type: ignore[attr-defined]  # plain usage errors; help keeps its panels
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # without UTF-8, "?" replaces some characters
     try:
         check_system()
+        command = typer.main.get_command(app)
+        command.rich_markup_mode = None  # type: ignore[attr-defined]  # plain usage errors; help keeps panels
         command()
     except AgentRLError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,18 +11,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version as metadata_version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 from agentrl_env.cli.imports import uncollected_imports
-from agentrl_env.errors import AgentRLError, check_system, install_extra
-from agentrl_train.config import RunConfig, gateway_config, load_config
-from agentrl_train.errors import ConfigError, TrainError
-from agentrl_train.training.trainer import Trainer
+
+with uncollected_imports():
+    from importlib.metadata import version as metadata_version
+
+    import typer
+
+    from agentrl_env.errors import AgentRLError, check_system, install_extra
+    from agentrl_train.config import RunConfig, gateway_config, load_config
+    from agentrl_train.errors import ConfigError, TrainError
+    from agentrl_train.training.trainer import Trainer
 
 EXTRA_MODULES = (
     "accelerate",

@@ -624,6 +624,27 @@ def test_help_does_not_import_the_web_framework():
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from {package}.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("package", ["agentrl_env", "agentrl_train"])
+def test_interrupt_during_the_imports_ends_quietly(package):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT.format(package=package), "--help"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
 def test_serve_stops_cleanly_on_interrupt():
     command = [sys.executable, "-m", "agentrl_env", "serve", f"{HERE}:Guess", "--port", "0", "--drain", "600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
