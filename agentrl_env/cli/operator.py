@@ -248,7 +248,7 @@ def controller(context: typer.Context, settings: ControllerSettings) -> None:
         return
     with settings.process().apply() as begun:
         sessions = FleetService(
-            store=RedisStore(settings.redis, fleet=settings.fleet) if settings.redis else None,
+            store=RedisStore(settings.redis, fleet=settings.fleet) if settings.redis is not None else None,
             lost_after_s=settings.lost_after,
             queue_s=settings.queue,
             task_limits=dict(map(_task_limit, settings.limit or ())),

@@ -37,7 +37,7 @@ class RedisStore:
         url: URL of the server, such as ``redis://127.0.0.1:6379/0``.
         fleet: name that separates fleets in one Redis.
 
-    Raises ServeError if the extra ``[redis]`` is not installed.
+    Raises ServeError if the URL is invalid or the extra ``[redis]`` is not installed.
     """
 
     def __init__(self, url: str, *, fleet: str = "fleet") -> None:
@@ -47,13 +47,16 @@ class RedisStore:
             from redis.backoff import NoBackoff
         except ImportError:
             raise ServeError(f"a controller with --redis needs: {install_extra('redis')}") from None
-        self._redis: Redis = Redis.from_url(
-            url,
-            socket_timeout=ANSWER_S,
-            socket_connect_timeout=ANSWER_S,
-            retry=Retry(NoBackoff(), 1),
-            decode_responses=True,
-        )
+        try:
+            self._redis: Redis = Redis.from_url(
+                url,
+                socket_timeout=ANSWER_S,
+                socket_connect_timeout=ANSWER_S,
+                retry=Retry(NoBackoff(), 1),
+                decode_responses=True,
+            )
+        except ValueError as error:
+            raise ServeError(f"--redis {url!r} is not valid: {error}") from error
         self._prefix = f"agentrl:{fleet}:"
         self._closed = False
 

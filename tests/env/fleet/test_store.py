@@ -30,6 +30,12 @@ def redis(tmp_path):
     server.kill()
 
 
+@pytest.mark.parametrize("url", ["", "127.0.0.1:6379", "redis://127.0.0.1:x/0"])
+def test_invalid_url_of_redis_is_rejected(url):
+    with pytest.raises(ServeError, match=f"--redis '{url}' is not valid"):
+        RedisStore(url)
+
+
 @pytest.fixture(params=["memory", "redis"])
 async def store(request):
     in_memory = request.param == "memory"
