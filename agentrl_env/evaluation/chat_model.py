@@ -134,7 +134,7 @@ class ChatModel:
             self._url = str(address.copy_with(path=f"{address.path.rstrip('/')}/chat/completions"))
             self._http = httpx.AsyncClient(headers={**own, **(headers or {})}, timeout=timeout, limits=limits)
         except (ImportError, ValueError, httpx.InvalidURL) as error:  # a SOCKS proxy needs an extra package
-            raise ModelRefused(f"{url} cannot be asked: {error}") from error
+            raise ModelRefused(f"the URL {url!r} cannot be used: {error}") from error
         self._fields = {"model": model, **(body or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature

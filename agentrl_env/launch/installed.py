@@ -75,8 +75,10 @@ def installed_task(target: str, folder: Path | None = None) -> InstalledTask | N
         The task, or None if no package publishes this name or the name is a task's folder.
 
     Raises:
-        TargetError: several packages publish different tasks under this name.
+        TargetError: the target is empty, or several packages publish different tasks under this name.
     """
+    if not target.strip():
+        raise TargetError(f"the target is empty; {TARGETS}")
     if not _NAME.fullmatch(target) or ((folder or Path()) / target / "environment.py").is_file():
         return None
     found = [task for task in installed_tasks() if task.name == target]

@@ -238,7 +238,7 @@ def _new_model_folder(output: Path) -> Iterator[None]:
 
 def policy_path(model: str) -> str:
     """Return the model folder of a run (its newest checkpoint) or a checkpoint. Other names are unchanged."""
-    return str(_model_folder(Path(model))) if Path(model).is_dir() else model
+    return str(_model_folder(Path(model))) if os.path.isdir(model) else model
 
 
 def _model_folder(source: Path) -> Path:

@@ -153,6 +153,8 @@ def _program(value: str, base: Path) -> str:
 
 def _resolved(resolve: Callable[[str, Path], str]) -> AfterValidator:
     def check(value: str, info: ValidationInfo) -> str:
+        if not value.strip():
+            raise ValueError("must not be empty")
         return resolve(value, info.context["base"]) if info.context else value
 
     return AfterValidator(check)

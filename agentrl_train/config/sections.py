@@ -348,7 +348,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """The policy to train."""
 
-    path: Annotated[ModelPath, Field(min_length=1)]
+    path: ModelPath
     """A Hugging Face model folder, a name on the hub (``org/name``), a .gguf file, ``package:NAME`` for
     weights in a Python package, or the name of a model from ``agentrl-train fetch``."""
     revision: str | None = None
@@ -390,7 +390,7 @@ _QUESTION = {"input", "instructions", "messages", "stream", "system", "tools"}
 class Program(Table):
     """An agent program that plays episodes."""
 
-    run: Annotated[ProgramPath, Field(min_length=1, pattern=r"\S")]
+    run: ProgramPath
     """A command, ``file.py:function``, or the name of a coding agent, such as "claude-code"."""
     folder: AnyPath = Field(".", validate_default=True)
     """Working directory of a command."""

@@ -147,7 +147,7 @@ def _place(error: Mapping[str, Any], table: Any) -> list[str | int]:
     """Return the location of an error in a table, without the tags of chosen functions."""
     found: list[str | int] = []
     for part in error["loc"]:
-        inside = part in table if isinstance(table, Mapping) else isinstance(part, int)
+        inside = part in table if isinstance(table, Mapping) else isinstance(table, list | tuple)
         if inside:
             table = table[part]
             found.append(part)

@@ -485,6 +485,7 @@ def test_evaluations_without_common_samples_are_not_compared(cli):
         (["--replay", "x", "--model", "m"], "--replay plays without an endpoint"),
         (["--replay", "x", "--split", "train", "--seed", "1"], "recorded samples and messages; omit --split"),
         (["--base-url", "localhost:9/v1", "--model", "m"], "must start with http:// or https://"),
+        (["--base-url", "", "--model", "m"], "the URL '' cannot be used: it must start with http://"),
         (["--base-url", "u", "--model", "m", "--split", "dev"], "has no split 'dev'; splits: train, test"),
         (["--base-url", "http://u", "--model", "m", "--index", "99"], "no index 99"),
         (["--base-url", "u", "--model", "m", "--api-key-env", "NONE"], "NONE is empty or not set"),

@@ -98,6 +98,8 @@ def test_task_with_respond_needs_no_tools():
     [
         (Toolless, "Toolless has no tools; mark at least one method with @tool"),
         (Untyped, "parameter 'n' needs a type annotation"),
+        ("", "the target is empty; a target is a folder"),
+        (" ", "the target is empty; a target is a folder"),
         ("/nowhere/at/all", "no such folder; a target is a folder"),
         ("/nowhere/at/all.py", "no such file"),
         ("/nowhere/at/all.py:Task", "no such file"),

@@ -147,6 +147,9 @@ def test_file_in_another_encoding_is_reported(config_file: Path):
         ("train=3", "train = 3 should be a table"),
         ("environments.0.serve=3", "environments.0.serve = 3 should be a list"),
         ("run.name=a b", "run.name = 'a b' should match pattern '^[A-Za-z0-9]"),
+        ("model.path=", "model.path: must not be empty"),
+        ("environments.0.serve=", "environments.0.serve: must not be empty"),
+        ('environments.0.serve=[" "]', "environments.0.serve.0: must not be empty"),
     ],
 )
 def test_wrong_value_is_described_in_the_words_of_the_file(config_file: Path, override: str, reason: str):

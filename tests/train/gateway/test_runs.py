@@ -143,9 +143,13 @@ def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path, monkeypatch: pyte
     assert "set AGENTRL_TOKEN" in str(done.exception)
 
 
-def test_gateway_of_a_missing_model_names_it() -> None:
-    with pytest.raises(ConfigError, match="there is no /nowhere/model"):
-        gateway_config("/nowhere/model")
+@pytest.mark.parametrize(
+    ("model", "reason"), [("/nowhere/model", "there is no /nowhere/model"), ("", "path: must not be empty")]
+)
+def test_gateway_of_a_missing_model_names_it(model: str, reason: str) -> None:
+    done = CliRunner().invoke(app, ["gateway", model])
+    assert isinstance(done.exception, ConfigError)
+    assert reason in str(done.exception)
 
 
 def test_gateway_can_answer_greedily_but_a_run_cannot(tmp_path: Path) -> None:
