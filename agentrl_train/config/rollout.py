@@ -96,12 +96,18 @@ def _stages(value: Any) -> Any:
 
 
 class Horizon(Table):
-    """Turn limits of training episodes in stages (ScalingInter-RL)."""
+    """Turn limits of training episodes that rise in stages (ScalingInter-RL)."""
 
     turns: Annotated[tuple[Count, ...], Field(min_length=1)]
-    """Turn limit of each stage. The last limit stays."""
+    """Turn limit of each stage, in rising order. The last limit stays."""
     steps: Count = 100
     """Steps of one stage."""
+
+    def problems(self) -> list[str]:
+        """Return violated constraints between the fields of this table, one sentence each."""
+        if (rising := sorted(self.turns)) != list(self.turns):
+            return [f"turns must rise from stage to stage: give {rising} instead of {list(self.turns)}"]
+        return []
 
 
 class FixedMix(Function):
@@ -171,7 +177,7 @@ class RolloutSection(Section):
     max_turns: dict[str, Count] = Field(default_factory=dict)
     """Turn limits by task, which can lower the limits of the environments."""
     horizon: Annotated[Horizon | None, BeforeValidator(_stages)] = None
-    """Turn limits in stages. Off by default."""
+    """Turn limits that rise in stages. Off by default."""
     curriculum: CurriculumSection = CurriculumSection()
     """Levels and weights of the tasks, depending on their success."""
     sub_agent: SubAgentSection | None = None

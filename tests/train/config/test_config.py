@@ -176,6 +176,10 @@ def test_missing_environment_folder_is_reported(config_file: Path):
         (["engine.max_new_tokens=4096"], "to leave room for the prompt"),
         (["rollout.max_staleness=1", "rollout.window=10"], "can be at most"),
         (["rollout.stale.model=org/name"], "rollout.stale: model samples nothing"),
+        (
+            ["rollout.horizon=[30, 10, 20]"],
+            "rollout.horizon: turns must rise from stage to stage: give [10, 20",
+        ),
         (["train.minibatches=65"], "more than the 64 episodes"),
         (["environments.0.url=http://localhost:1"], "either serve"),
         (["environments=[]"], "at least one"),
