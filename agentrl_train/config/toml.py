@@ -181,8 +181,11 @@ def _sentences(
         known, own = [tag for tag in tags if ":" not in tag], any(":" in tag for tag in tags)
         hint = ", and no function such as 'mine.py:function'" * own
         yield f"{name} = {problem['ctx']['tag']!r} is none of {', '.join(known)}{hint}"
-    elif kind in ("model_type", "model_attributes_type"):
-        yield f"{name} = {problem['input']!r} should be a table"
+    elif kind == "union_tag_not_found":
+        yield f"{name} = {problem['input']!r} should be a name, or a table with a name and its parameters"
+    elif kind in ("model_type", "model_attributes_type", "dict_type"):
+        key = next(iter(_fields(location, model)), "KEY")
+        yield f"{name} = {problem['input']!r} should be a table: set one of its keys, such as {name}.{key}"
     elif kind == "tuple_type":
         yield f"{name} = {problem['input']!r} should be a list"
     else:
