@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -19,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection, ModelSection
@@ -66,6 +69,7 @@ def load_policy(
     with _as_config_errors(path):
         _check_source(path, device)
         base = adapter_base(Path(path))
+        _check_hub(base or path, revision)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         config = AutoConfig.from_pretrained(base or path, revision=revision)
         require_whole_weights(config)
@@ -115,6 +119,7 @@ def open_policy(
     path = local_model(path)
     with _as_config_errors(path):
         _check_source(path, "cpu")
+        _check_hub(path, revision)
         files = safetensors_files(path, revision=revision) if adapter_base(Path(path)) is None else []
         if files:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
@@ -257,13 +262,32 @@ def _check_source(path: str, device: str) -> None:
     for name in ("config.json", "generation_config.json"):
         if (file := Path(path) / name).is_file():
             _check_json(file)
-    if not Path(path).exists():
-        logger.warning("there is no folder %s: loading the model from the hub", path)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"engine.device = {device!r} is not available: {reason}") from error
+
+
+def _check_hub(path: str, revision: str | None) -> None:
+    """Check that the hub answers if a model is neither a folder nor in the hub's cache.
+
+    transformers would retry each of several requests for half a minute.
+    """
+    if Path(path).exists():
+        return
+    logger.warning("there is no folder %s: loading the model from the hub", path)
+    if try_to_load_from_cache(path, CONFIG_NAME, revision=revision) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME, revision=revision))
+    except HfHubHTTPError:
+        pass  # the hub has answered, and transformers describes the error
+    except Exception as error:  # the errors of the HTTP library have no common base
+        raise ConfigError(
+            f"the model {path!r} cannot be loaded: there is no folder with this name, and the hub, which "
+            f"might have a model of this name, cannot be reached ({error})"
+        ) from error
 
 
 def _check_json(file: Path) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import inspect
 import json
 import os
@@ -16,7 +17,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import LoraSection, ModelSection, load_config
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
-from agentrl_train.models import stored
+from agentrl_train.models import loading, stored
 from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served
@@ -219,6 +220,25 @@ def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
     assert [float(line) for line in done.stdout.split()] == pytest.approx(sums, rel=1e-5)
 
 
+async def test_hub_that_does_not_answer_gets_one_request(tmp_path: Path) -> None:
+    requests = []
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readuntil(b" "))
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as hub:
+        url = f"http://127.0.0.1:{hub.sockets[0].getsockname()[1]}"
+        code = "from agentrl_train.models.loading import load_policy\nload_policy('models/typo')"
+        settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, env={**os.environ, **settings}, stderr=asyncio.subprocess.PIPE
+        )
+        _, errors = await child.communicate()
+    assert b"'models/typo' cannot be loaded: there is no folder with this name, and the hub" in errors
+    assert requests.count(b"HEAD ") == 1
+
+
 def test_frozen_weights_load_in_bfloat16(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
@@ -240,6 +260,7 @@ def test_link_to_a_gated_model_is_in_the_error(monkeypatch: pytest.MonkeyPatch) 
             "https://huggingface.co/org/gated.\n401 Client Error."
         )
 
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(ConfigError, match=r"gated repo\. .* https://huggingface\.co/org/gated\."):
         load_policy("org/gated")
