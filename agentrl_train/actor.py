@@ -513,8 +513,9 @@ class _Attempt:
         max_new_tokens: int | None = None,
         segment: int = 0,
         grammar: str = "",
+        seed: int | None = None,
     ) -> Completion:
-        """Sample a turn. The last turn of a full context can be cut short."""
+        """Sample a turn with a seed that the run draws. The last turn of a full context can be cut short."""
         policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
         seed = int(self._draws.integers(2**63))
         sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)

@@ -483,8 +483,11 @@ class Sampler(Protocol):
         max_new_tokens: int | None = None,
         segment: int = 0,
         grammar: str = "",
+        seed: int | None = None,
     ) -> Completion:
         """Sample a turn after ``context``. The contexts of one segment extend one another.
+
+        ``seed`` is the seed in a request. A run ignores it, because siblings with one seed would be equal.
 
         Raises ``EngineError`` on failure, and ``ConstraintError`` if the engine cannot follow ``grammar``.
         """

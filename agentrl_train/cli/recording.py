@@ -27,7 +27,10 @@ IDLE_CHECK_S = 5.0
 
 
 class SeededSampler:
-    """Samples the answers of one session. Equal calls of a session get equal tokens."""
+    """Samples the answers of one session. Equal calls of a session get equal tokens.
+
+    So do equal calls of any sessions with the same seed in their requests.
+    """
 
     def __init__(self, engine: Engine, *, sampling: Sampling, key: str, seed: int) -> None:
         self.sampling = sampling
@@ -44,12 +47,13 @@ class SeededSampler:
         max_new_tokens: int | None = None,
         segment: int = 0,
         grammar: str = "",
+        seed: int | None = None,
     ) -> Completion:
         """Sample a turn after ``context``."""
         key = f"{self._key}/{segment}"
         self._count += 1
         self._used.add(key)
-        seed = sample_seed(self._seed, self._key, self._count)
+        seed = sample_seed(self._seed, self._key, self._count) if seed is None else sample_seed(seed)
         sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)
         return await self._engine.generate(context, sampling=sampling, session_key=key)
 

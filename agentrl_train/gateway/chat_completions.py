@@ -47,14 +47,13 @@ HARMLESS = frozenset(
         "reasoning_effort",
         "request_id",
         "safety_identifier",
-        "seed",
         "service_tier",
         "store",
         "user",
         "verbosity",
     }
 )
-"""Parameters that are not read: labels, hints to hosted models, and the seed, which the run draws."""
+"""Parameters that are not read: labels, and hints to hosted models."""
 SETTINGS = {"chat_template_kwargs": "model.template_kwargs", "stop_token_ids": "model.stop"}
 """Settings of the run with the same effect as a parameter."""
 MOST_CHOICES = 128
@@ -148,6 +147,7 @@ class ChatRequest(SamplingFields):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None

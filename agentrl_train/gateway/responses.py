@@ -25,7 +25,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported parameters that would change the answer, with the values that have no effect."""
 HARMLESS = chat_completions.HARMLESS | {
-    *("client_metadata", "include", "max_tool_calls", "reasoning", "stream_options")
+    *("client_metadata", "include", "max_tool_calls", "reasoning", "seed", "stream_options")
 }
 """Parameters that are not read."""
 

@@ -144,6 +144,7 @@ class Session:
         constraint: Constraint,
         request: Request,
         choice: int = 0,
+        seed: int | None = None,
     ) -> Call:
         """Return the answered call of a request, or of one of its choices.
 
@@ -151,7 +152,7 @@ class Session:
             GatewayError: there is no answer.
         """
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        options: Hashable = (limit, stop, constraint, choice, request.url.path)
+        options: Hashable = (limit, stop, constraint, choice, seed, request.url.path)
         body = await request.body()
         if not choice and body in self._bodies:
             await asyncio.sleep(NOTICE_S)
@@ -165,7 +166,7 @@ class Session:
             if other not in other.conversation.calls:
                 task.cancel()  # the conversation continued without its answer
         if call not in self._answers:
-            task = asyncio.create_task(self._sample(call, limit=limit, stop=stop, constraint=constraint))
+            task = asyncio.create_task(self._sample(call, limit, seed, stop, constraint))
             # The error of a lost call is not read by any client.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._answers[call] = task
@@ -237,7 +238,7 @@ class Session:
             raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
 
     async def _sample(
-        self, call: Call, *, limit: int | None, stop: tuple[str, ...], constraint: Constraint
+        self, call: Call, limit: int | None, seed: int | None, stop: tuple[str, ...], constraint: Constraint
     ) -> None:
         most = self._sampler.sampling.max_context
         try:
@@ -251,9 +252,10 @@ class Session:
                 )
             async with self._compiling:  # one after another, because the sampler draws seeds in this order
                 grammar = await self._grammar(call, constraint) if constraint else ""
+            number = call.conversation.number
             try:
                 completion = await self._sampler.complete(
-                    call.context, max_new_tokens=limit, segment=call.conversation.number, grammar=grammar
+                    call.context, max_new_tokens=limit, segment=number, grammar=grammar, seed=seed
                 )
                 if not completion.token_ids:
                     raise EngineError(NO_TOKENS)
@@ -451,6 +453,7 @@ class Gateway:
                 stop=asked.stops,
                 constraint=asked.constraint,
                 choice=choice,
+                seed=None if asked.seed is None else asked.seed + choice,
                 request=request,
             )
             for choice in range(asked.n or 1)

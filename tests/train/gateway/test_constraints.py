@@ -73,6 +73,7 @@ class EngineSampler:
         max_new_tokens: int | None = None,
         segment: int = 0,
         grammar: str = "",
+        seed: int | None = None,
     ) -> Completion:
         self._seed += 1
         sampling = self.sampling.request(context, seed=self._seed, limit=max_new_tokens, grammar=grammar)

@@ -110,11 +110,17 @@ def test_standalone_gateway_writes_a_line_for_each_rollout(tmp_path: Path) -> No
                 client.post("/end").raise_for_status()
                 assert client.post("/chat/completions", json=body).status_code == 410
             with httpx.Client(base_url=f"{address[0]}/s/other/v1", trust_env=False, timeout=60) as client:
-                client.post("/chat/completions", json=body).raise_for_status()
+                seeded = [
+                    client.post("/chat/completions", json=body | {"n": 2, "seed": -7}).json()["choices"]
+                    for _ in range(2)
+                ]
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
     first, second = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    repeated, again = [[choice["token_ids"] for choice in choices] for choices in seeded]
+    assert repeated == again
+    assert repeated[0] != repeated[1]
     (turn,) = first["turns"]
     assert turn["token_ids"] == answer["choices"][0]["token_ids"]
     assert len(turn["logprobs"]) == len(turn["versions"]) == len(turn["token_ids"])

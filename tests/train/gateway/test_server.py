@@ -47,6 +47,7 @@ class DirectSampler:
         max_new_tokens: int | None = None,
         segment: int = 0,
         grammar: str = "",
+        seed: int | None = None,
     ) -> Completion:
         room = self.sampling.max_context - len(context)
         sampling = SamplingParams(max_new_tokens=min(max_new_tokens or 400, room), grammar=grammar)
