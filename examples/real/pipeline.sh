@@ -33,5 +33,5 @@ until grep -q '^serving' "$log"; do
   kill -0 "$gateway"
   sleep 1
 done
-agentrl-env eval examples/real/tasks.py:Sql --split test-3 --samples 50 --output "runs/$name-served" \
+agentrl-env eval examples/real/tasks.py:Sql --split test --samples 50 --output "runs/$name-served" \
   --base-url "$(grep -o 'http://[^ ,]*/v1' "$log" | head -n 1)" --model "$name"
