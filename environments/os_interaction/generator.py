@@ -134,9 +134,10 @@ def log_top(rng: Rng) -> Problem:
     while len(counts) > 1 and counts[0][1] == counts[1][1]:
         requests.append((favourite, f"/{pick(rng, WORDS)}", "200", 100))
         counts = Counter(address for address, *_ in requests).most_common(2)
+    shuffled = [requests[int(i)] for i in rng.permutation(len(requests))]
     return Problem(
         question="Each line of access.log starts with an address. Which address has the most lines?",
-        files=_access_log(requests),
+        files=_access_log(shuffled),
         gold=(
             "bash",
             "cut -d' ' -f1 access.log | sort | uniq -c | sort -rn | head -n 1 | awk '{ print $2 }'",
@@ -180,6 +181,7 @@ def distinct(rng: Rng) -> Problem:
         (int(rng.integers(1, 4)), pick(rng, PEOPLE), pick(rng, ("login", "logout", "error")))
         for _ in range(int(rng.integers(25, 60)))
     ]
+    rows += [(day, pick(rng, PEOPLE), "login")] * 2  # so the number of lines is another one
     return Problem(
         question=f"The columns of events.csv are day, user and event. How many different users logged in "
         f"on day {day}?",

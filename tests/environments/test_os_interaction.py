@@ -104,6 +104,22 @@ async def test_same_seed_plays_the_same_twice(suffix):
         assert first[1] == 1.0
 
 
+def test_first_or_last_line_of_a_log_is_rarely_the_answer():
+    problems = [generator.log_top(np.random.default_rng(number)) for number in range(300)]
+    for place in (0, -1):
+        right = sum(p.answer == p.files["access.log"].splitlines()[place].split()[0] for p in problems)
+        assert right < 150
+
+
+def test_number_of_logins_is_never_the_number_of_users():
+    for number in range(100):
+        problem = generator.distinct(np.random.default_rng(number))
+        day = problem.question.rstrip("?.").split()[-1]
+        lines = problem.files["events.csv"].splitlines()
+        logins = [line for line in lines if line.startswith(f"{day},") and line.endswith(",login")]
+        assert len(logins) > int(problem.answer) > 0
+
+
 @pytest.mark.parametrize("count", [300, pytest.param(None, marks=pytest.mark.slow)])
 @every_level
 def test_problems_are_distinct_and_splits_share_none(level, count):
