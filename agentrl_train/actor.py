@@ -517,8 +517,8 @@ class _Attempt:
     ) -> Completion:
         """Sample a turn with a seed that the run draws. The last turn of a full context can be cut short."""
         policy = "stale" if self._draws.random() < self._rollout.stale.fraction else self._actor.policy
-        seed = int(self._draws.integers(2**63))
-        sampling = self.sampling.request(context, seed=seed, limit=max_new_tokens, grammar=grammar)
+        drawn = int(self._draws.integers(2**63))
+        sampling = self.sampling.request(context, seed=drawn, limit=max_new_tokens, grammar=grammar)
         self._contexts, key = max(self._contexts, segment + 1), self._segment_key(segment)
         with self._trace.span(self._track, "engine", context=len(context), policy=policy) as facts:
             completion = await self._engine.generate(

@@ -166,7 +166,8 @@ class Session:
             if other not in other.conversation.calls:
                 task.cancel()  # the conversation continued without its answer
         if call not in self._answers:
-            task = asyncio.create_task(self._sample(call, limit, seed, stop, constraint))
+            sampling = self._sample(call, limit=limit, seed=seed, stop=stop, constraint=constraint)
+            task = asyncio.create_task(sampling)
             # The error of a lost call is not read by any client.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._answers[call] = task
@@ -238,7 +239,7 @@ class Session:
             raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
 
     async def _sample(
-        self, call: Call, limit: int | None, seed: int | None, stop: tuple[str, ...], constraint: Constraint
+        self, call: Call, *, limit: int | None, seed: int | None, stop: Sequence[str], constraint: Constraint
     ) -> None:
         most = self._sampler.sampling.max_context
         try:
@@ -252,10 +253,10 @@ class Session:
                 )
             async with self._compiling:  # one after another, because the sampler draws seeds in this order
                 grammar = await self._grammar(call, constraint) if constraint else ""
-            number = call.conversation.number
+            segment = call.conversation.number
             try:
                 completion = await self._sampler.complete(
-                    call.context, max_new_tokens=limit, segment=number, grammar=grammar, seed=seed
+                    call.context, max_new_tokens=limit, segment=segment, grammar=grammar, seed=seed
                 )
                 if not completion.token_ids:
                     raise EngineError(NO_TOKENS)

@@ -181,7 +181,7 @@ def distinct(rng: Rng) -> Problem:
         (int(rng.integers(1, 4)), pick(rng, PEOPLE), pick(rng, ("login", "logout", "error")))
         for _ in range(int(rng.integers(25, 60)))
     ]
-    rows += [(day, pick(rng, PEOPLE), "login")] * 2  # so the number of lines is another one
+    rows += [(day, pick(rng, PEOPLE), "login")] * 2  # so that the number of lines is wrong
     return Problem(
         question=f"The columns of events.csv are day, user and event. How many different users logged in "
         f"on day {day}?",

@@ -11,7 +11,7 @@ from itertools import product
 from agentrl_env import Done, Environment, Message, ToolCall, tool
 from agentrl_env.sandbox import open_sandbox
 
-from .forms import COLUMNS, FILES, FOLDERS, WORDS, fill, is_lucky, requests, solve
+from .forms import COLUMNS, FILES, FOLDERS, WORDS, careless, fill, requests, solve
 
 NUM_SAMPLES = {"train": 10_000, "test": 1_000}
 
@@ -37,9 +37,9 @@ class Terminal(Environment):
         request, self.gold = fill(self.data)
         draw = self._table if self.data["level"] == 2 else self._texts
         self.files = draw(rng)
-        while is_lucky(self.data, self.files):
+        while (right := solve(self.data, self.files)) == careless(self.data, self.files):
             self.files = draw(rng)
-        self.right = solve(self.data, self.files)
+        self.right = right
         self.box = self._open(self.files)
         return request
 

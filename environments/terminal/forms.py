@@ -339,7 +339,7 @@ def solve(data: Data, files: dict[str, str]) -> object:
     return {**files, **found} if isinstance(found, dict) else str(found)
 
 
-def is_lucky(data: Data, files: dict[str, str]) -> bool:
-    """Return True if with these files, an answer that overlooks a part of the request is right by luck."""
-    form = FORMS[data["level"]][data["ask"]]
-    return form.careless is not None and form.careless(files, data) == form.solve(files, data)
+def careless(data: Data, files: dict[str, str]) -> str | None:
+    """Return the answer of somebody who overlooks a part of the request, or None if the form has none."""
+    answer = FORMS[data["level"]][data["ask"]].careless
+    return None if answer is None else str(answer(files, data))

@@ -144,6 +144,7 @@ def test_file_in_another_encoding_is_reported(config_file: Path):
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
+        ("train=3", "train = 3 should be a table"),
         ("reward=3", "reward = 3 should be a table: set one of its keys, such as reward.functions"),
         ("train.lora=3", "train.lora = 3 should be a table: set one of its keys, such as train.lora.rank"),
         ("rollout.max_turns=3", "should be a table: set one of its keys, such as rollout.max_turns.KEY"),
