@@ -318,6 +318,45 @@ def test_imports_have_no_cycle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+@cache
+def bound_names(path: Path) -> frozenset[str]:
+    """Return the names that a module binds outside of functions and classes."""
+    found: set[str] = set()
+    pending: list[ast.AST] = list(parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        pending.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def test_every_name_that_is_imported_from_a_package_exists() -> None:
+    places = {module_name(path): path for path in SOURCES}
+    scripts = [p for folder in ("tests", "docs") for p in (ROOT / folder).rglob("*.py")]
+    missing = []
+    for path in (*SOURCES, *TASKS, *EXAMPLES, *scripts):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGES):
+                origin = places.get(str(node.module))
+                bound = bound_names(origin) if origin else frozenset()
+                names = [alias.name for alias in node.names]
+                missing += [
+                    f"{relative(path)}: {node.module}.{name}"
+                    for name in names
+                    if name not in bound and f"{node.module}.{name}" not in places
+                ]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith(PACKAGES)]
+                missing += [f"{relative(path)}: {name}" for name in names if name not in places]
+    assert missing == []
+
+
 def test_files_and_functions_are_within_their_size_limits() -> None:
     large = []
     for path in SOURCES + TASKS + EXAMPLES:

@@ -424,6 +424,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of glibc's ``mallopt``."""
 LARGEST_REUSED = 2**30
 """Allocations up to this many bytes reuse freed memory."""
+MOST_GROWTH = 1.25
+"""Freed memory is returned to the kernel once it has grown by this factor."""
 
 
 class Threads:
@@ -481,10 +483,7 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The result of glibc's ``mallinfo2``, in bytes.
-
-    In use are ``uordblks`` in arenas and ``hblkhd`` outside. ``fordblks`` are kept for reuse.
-    """
+    """The result of glibc's ``mallinfo2``, in bytes. ``fordblks`` were freed and are kept for reuse."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -495,29 +494,36 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-def keep_freed_memory() -> None:
-    """Make the allocator reuse the memory of freed activations instead of returning it to the kernel.
+class FreedMemory:
+    """Keeps the memory of freed activations in this process for the next step, while it does not grow.
 
     By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
-    is next touched, which takes a sixth of the time of an update. Other allocators are not changed.
+    is next touched, which takes a sixth of the time of an update. But each thread has an arena that the other
+    threads cannot use, and allocations of changing sizes leave holes, so a run with steps on changing threads
+    would keep more with every step. Other allocators are not changed.
     """
-    if (libc := _glibc()) is not None:
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
+    def __init__(self) -> None:
+        """Make the allocator keep freed memory."""
+        self._library = _glibc()
+        self._kept = 0.0
+        """Freed bytes after the first step since memory was returned: what the next step needs."""
+        if self._library is not None:
+            self._library.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
+            self._library.mallopt(M_TRIM_THRESHOLD, -1)
 
-def return_unused_memory() -> None:
-    """Return freed memory to the kernel if it exceeds the memory in use.
-
-    Each thread has an arena that the other threads cannot use, and allocations of changing sizes leave holes.
-    A run with steps on changing threads would take more with every step. Other allocators are not changed.
-    """
-    libc = _glibc()
-    if libc is not None and hasattr(libc, "mallinfo2"):
-        libc.mallinfo2.restype = _Mallinfo2
-        sizes = libc.mallinfo2()
-        if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
-            libc.malloc_trim(0)
+    def return_excess(self) -> None:
+        """Return freed memory to the kernel if it has grown. Call it after each step."""
+        library = self._library
+        if library is None or not hasattr(library, "mallinfo2"):
+            return
+        library.mallinfo2.restype = _Mallinfo2
+        freed = library.mallinfo2().fordblks
+        if freed > MOST_GROWTH * self._kept:
+            library.malloc_trim(0)
+            self._kept = math.inf
+        else:
+            self._kept = min(self._kept, freed)
 
 
 def _glibc() -> ctypes.CDLL | None:

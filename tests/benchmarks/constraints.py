@@ -23,8 +23,9 @@ from agentrl_train.engine.constraint import Grammars
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import copy_of, load_policy, local_model
-from agentrl_train.types import Engine, SamplingParams, Threads
+from agentrl_train.types import Engine, SamplingParams
 from tests.benchmarks.stored_engine import CACHE_BYTES, VLLM_PYTHON
 
 PROMPT, NEW = 128, 48

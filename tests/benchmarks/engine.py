@@ -21,7 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_train.engine.cache import ATTENTION, Group, Pass, SlotCache
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.types import SamplingParams, Threads
+from agentrl_train.models.architecture import Threads
+from agentrl_train.types import SamplingParams
 
 PROMPT, NEW, REPLY, TURNS, VOCABULARY = 60, 28, 12, 5, 512
 

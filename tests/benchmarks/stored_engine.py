@@ -32,10 +32,11 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import copy_of, load_policy, local_model
 from agentrl_train.planning.measure import product_rates
 from agentrl_train.planning.memory import BYTES, size_of
-from agentrl_train.types import SamplingParams, Threads
+from agentrl_train.types import SamplingParams
 from tests.benchmarks.learner import ceiling
 
 P = ParamSpec("P")

@@ -16,34 +16,36 @@ requires_glibc = pytest.mark.skipif(sys.platform != "linux", reason="requires th
 TEMPERATURE = 0.7
 FAULTS = """
 import resource, torch
-from agentrl_train.models.architecture import keep_freed_memory
+from agentrl_train.models.architecture import FreedMemory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-keep_freed_memory()
+FreedMemory()
 for _ in range(6):
     before = faults()
     torch.ones(2**26, dtype=torch.uint8)
     print(faults() - before)
 """
 """A script that prints the page faults of tensors, each freed before the next."""
-HOLES = """
+RETURNS = """
 import sys, torch
 from pathlib import Path
-from agentrl_train.models.architecture import keep_freed_memory, return_unused_memory
+from agentrl_train.models.architecture import FreedMemory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
-keep_freed_memory()
-held, freed = ([torch.ones(2**22, dtype=torch.uint8) for _ in range(int(one))] for one in sys.argv[1:])
-full = resident()
-del freed
-return_unused_memory()
-print(full - resident())
+freed = FreedMemory()
+freed.return_excess()
+for count in map(int, sys.argv[1:]):
+    tensors = [torch.ones(2**22, dtype=torch.uint8) for _ in range(count)]
+    del tensors
+    before = resident()
+    freed.return_excess()
+    print(before - resident())
 """
-"""A script that prints how many MB are returned, if so many tensors of 4 MB are held and freed."""
+"""A script with steps that free so many tensors of 4 MB. It prints how many MB are returned after each."""
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +92,8 @@ def test_memory_of_freed_tensors_is_reused():
 
 
 @requires_glibc
-@pytest.mark.parametrize(("held", "freed", "returned"), [(20, 200, True), (200, 100, False)])
-def test_freed_memory_is_returned_if_it_exceeds_the_memory_in_use(held, freed, returned):
-    command = [sys.executable, "-c", HOLES, str(held), str(freed)]
-    assert (int(subprocess.check_output(command)) > 4 * freed // 2) is returned
+def test_freed_memory_is_returned_only_once_it_has_grown():
+    command = [sys.executable, "-c", RETURNS, *map(str, (40, 40, 44, 80, 80, 80))]
+    returned = [int(one) for one in subprocess.check_output(command).split()]
+    assert [one > 300 for one in returned] == [False, False, False, True, False, False]
+    assert max(returned[:3] + returned[4:]) < 40
