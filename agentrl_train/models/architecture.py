@@ -424,8 +424,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of glibc's ``mallopt``."""
 LARGEST_REUSED = 2**30
 """Allocations up to this many bytes reuse freed memory."""
-MOST_GROWTH = 1.25
-"""Freed memory is returned to the kernel once it has grown by this factor."""
+RETURN_INTERVAL_S = 20.0
+"""Least time between two returns of freed memory to the kernel."""
 
 
 class Threads:
@@ -483,7 +483,10 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The result of glibc's ``mallinfo2``, in bytes. ``fordblks`` were freed and are kept for reuse."""
+    """The result of glibc's ``mallinfo2``, in bytes.
+
+    In use are ``uordblks`` in arenas and ``hblkhd`` outside. ``fordblks`` are kept for reuse.
+    """
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -495,7 +498,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class FreedMemory:
-    """Keeps the memory of freed activations in this process for the next step, while it does not grow.
+    """Keeps the memory of freed activations in this process for the next step, within limits.
 
     By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
     is next touched, which takes a sixth of the time of an update. But each thread has an arena that the other
@@ -503,27 +506,28 @@ class FreedMemory:
     would keep more with every step. Other allocators are not changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Make the allocator keep freed memory."""
         self._library = _glibc()
-        self._kept = 0.0
-        """Freed bytes after the first step since memory was returned: what the next step needs."""
+        self._clock = clock
+        self._returned_s = -math.inf
         if self._library is not None:
             self._library.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
             self._library.mallopt(M_TRIM_THRESHOLD, -1)
 
     def return_excess(self) -> None:
-        """Return freed memory to the kernel if it has grown. Call it after each step."""
-        library = self._library
-        if library is None or not hasattr(library, "mallinfo2"):
+        """Return freed memory to the kernel if it exceeds the memory in use. Call it after each step.
+
+        The next step then takes about a second longer, so ``RETURN_INTERVAL_S`` pass before the next return.
+        """
+        library, now = self._library, self._clock()
+        if library is None or not hasattr(library, "mallinfo2") or now < self._returned_s + RETURN_INTERVAL_S:
             return
         library.mallinfo2.restype = _Mallinfo2
-        freed = library.mallinfo2().fordblks
-        if freed > MOST_GROWTH * self._kept:
+        sizes = library.mallinfo2()
+        if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
             library.malloc_trim(0)
-            self._kept = math.inf
-        else:
-            self._kept = min(self._kept, freed)
+            self._returned_s = now
 
 
 def _glibc() -> ctypes.CDLL | None:
