@@ -51,7 +51,12 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
-from agentrl_train.models.architecture import FreedMemory, Threads, check_head, release_idle_threads
+from agentrl_train.models.architecture import (
+    Threads,
+    check_head,
+    keep_freed_memory,
+    release_idle_threads,
+)
 from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
@@ -241,7 +246,8 @@ class Learner:
         if train.lora is not None:
             add_adapters(model, train.lora)
         disable_dropout(model)
-        self._freed = FreedMemory() if place.device.type == "cpu" else None
+        if place.device.type == "cpu":
+            keep_freed_memory()
         self._scorer = self._prepare(model, stored)
         self.packs_rows = attends_to_segments(model)
         self.shares_prefixes = shares_prefixes(model) and self._part == WHOLE
@@ -275,8 +281,6 @@ class Learner:
             for share, old in zip(shares, before, strict=True):
                 self._update(share, old, sums)
         release_idle_threads()
-        if self._freed is not None:
-            self._freed.return_excess()
         return sums.metrics(self._reduce) | _sizes(batches) | {"seconds": time.perf_counter() - started}
 
     def logprobs(self, sequences: Sequence[TokenSequence], teacher: str | None = None) -> list[FloatArray]:

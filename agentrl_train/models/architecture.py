@@ -497,36 +497,38 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-class FreedMemory:
-    """Keeps the memory of freed activations in this process for the next step, within limits.
+def keep_freed_memory() -> None:
+    """Make the allocator reuse the memory of freed activations instead of returning it to the kernel.
 
     By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
-    is next touched, which takes a sixth of the time of an update. But each thread has an arena that the other
-    threads cannot use, and allocations of changing sizes leave holes, so a run with steps on changing threads
-    would keep more with every step. Other allocators are not changed.
+    is next touched, which takes a sixth of the time of an update. Other allocators are not changed.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+class FreedMemory:
+    """Returns memory that was freed to the kernel, after steps of a run.
+
+    Each thread has an arena that the other threads cannot use, and allocations of changing sizes leave holes.
+    A run with steps on changing threads would take more with every step. The step after a return takes about
+    a second longer, so at least ``RETURN_INTERVAL_S`` pass between two. Other allocators are not changed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make the allocator keep freed memory."""
-        self._library = _glibc()
         self._clock = clock
         self._returned_s = -math.inf
-        if self._library is not None:
-            self._library.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
-            self._library.mallopt(M_TRIM_THRESHOLD, -1)
 
     def return_excess(self) -> None:
-        """Return freed memory to the kernel if it exceeds the memory in use. Call it after each step.
-
-        The next step then takes about a second longer, so ``RETURN_INTERVAL_S`` pass before the next return.
-        """
-        library, now = self._library, self._clock()
-        if library is None or not hasattr(library, "mallinfo2") or now < self._returned_s + RETURN_INTERVAL_S:
+        """Return freed memory if it exceeds the memory in use."""
+        libc, now = _glibc(), self._clock()
+        if libc is None or not hasattr(libc, "mallinfo2") or now < self._returned_s + RETURN_INTERVAL_S:
             return
-        library.mallinfo2.restype = _Mallinfo2
-        sizes = library.mallinfo2()
+        libc.mallinfo2.restype = _Mallinfo2
+        sizes = libc.mallinfo2()
         if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
-            library.malloc_trim(0)
+            libc.malloc_trim(0)
             self._returned_s = now
 
 

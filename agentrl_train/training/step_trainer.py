@@ -22,6 +22,7 @@ from agentrl_train.config import AlgorithmSection
 from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
+from agentrl_train.models.architecture import FreedMemory
 from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
@@ -77,6 +78,7 @@ class StepTrainer:
         self._check = check or DriftCheck(learner.logprobs)
         self._seed = seed
         self._bad_batches = bad_batches
+        self._freed = FreedMemory()
         self._turn = turn
         self._trace = trace
 
@@ -103,6 +105,7 @@ class StepTrainer:
                 "replayed_sequences": float(len(replayed)),
                 "replay_size": float(len(self.replay.episodes)),
             }
+        self._freed.return_excess()
         started, weights = time.perf_counter(), self.learner.weights()
         with span("publish", version=number):
             self._publisher.publish(weights, policy_version=number)

@@ -16,12 +16,12 @@ requires_glibc = pytest.mark.skipif(sys.platform != "linux", reason="requires th
 TEMPERATURE = 0.7
 FAULTS = """
 import resource, torch
-from agentrl_train.models.architecture import FreedMemory
+from agentrl_train.models.architecture import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-FreedMemory()
+keep_freed_memory()
 for _ in range(6):
     before = faults()
     torch.ones(2**26, dtype=torch.uint8)
@@ -31,11 +31,12 @@ for _ in range(6):
 RETURNS = """
 import sys, torch
 from pathlib import Path
-from agentrl_train.models.architecture import FreedMemory
+from agentrl_train.models.architecture import FreedMemory, keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
+keep_freed_memory()
 now = 0.0
 freed = FreedMemory(clock=lambda: now)
 held = [torch.ones(2**22, dtype=torch.uint8) for _ in range(int(sys.argv[1]))]
