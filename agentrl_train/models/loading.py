@@ -285,8 +285,8 @@ def _check_hub(path: str, revision: str | None) -> None:
         pass  # the hub has answered, and transformers describes the error
     except Exception as error:  # the errors of the HTTP library have no common base
         raise ConfigError(
-            f"the model {path!r} cannot be loaded: there is no folder with this name, and the hub "
-            f"cannot be reached ({error})"
+            f"the model {path!r} cannot be loaded: there is no folder with this name, and the hub cannot be "
+            f"reached ({error}). Correct the path, or check the connection."
         ) from error
 
 

@@ -236,6 +236,7 @@ async def test_hub_that_does_not_answer_gets_one_request(tmp_path: Path) -> None
         )
         _, errors = await child.communicate()
     assert b"'models/typo' cannot be loaded: there is no folder with this name, and the hub" in errors
+    assert b"Correct the path, or check the connection." in errors
     assert requests.count(b"HEAD ") == 1
 
 
