@@ -11,6 +11,8 @@ from statistics import fmean
 from agentrl_env.evaluation.statistics import effective_trials, weighted_sum, wilson_interval
 from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat, hidden_parts, hidden_parts_warning
+from agentrl_train.config.algorithm import AlgorithmSection
+from agentrl_train.config.sections import TrainSection
 from agentrl_train.types import EpisodeEnd, Step, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,12 @@ MANY_CUT_TURNS = 0.25
 """A warning names the token limit if it ends more than this share of a task's turns."""
 LARGE_KL = 0.1
 """KL divergence from the sampling policy above which a step is reported as large, in nats per token."""
+MANY_CLIPPED = 0.3
+"""Share of clipped tokens above which a step is reported.
+
+It is twice the share that GSPO reports for healthy training (0.15, arXiv 2507.18071), which is a hundred
+times the share of GRPO. Token ratios with a KL divergence of ``LARGE_KL`` reach it with a clip of 0.2.
+"""
 LOW_ENTROPY = 0.05
 """Entropy below which siblings hardly differ, in nats per token."""
 MOST_AGREE = 0.5
@@ -35,6 +43,8 @@ FEW_VALID_CALLS = 0.5
 """Share of turns with valid calls below which a task teaches mainly syntax."""
 RECENT = 10
 """Number of training steps to compare held-out success with."""
+LONG_WAIT = 1 / 3
+"""Idle share of trainer and engine, over the last steps, above which they wait for single long episodes."""
 LARGE_GAP = 0.1
 """Smallest reported difference between success in training and on held-out samples."""
 QUOTED = 300
@@ -46,8 +56,8 @@ class Diagnosis:
 
     Args:
         chat: chat format of the policy.
-        by_turn: True if credit is given by turn.
-        max_grad_norm: ``train.max_grad_norm``.
+        algorithm: settings of the algorithm.
+        train: settings of the learner.
         without_tools: tasks in which a policy answers only with text.
         hidden: tasks for which a warning about hidden parts of the opening was already logged.
     """
@@ -56,8 +66,8 @@ class Diagnosis:
         self,
         chat: ChatFormat,
         *,
-        by_turn: bool,
-        max_grad_norm: float,
+        algorithm: AlgorithmSection,
+        train: TrainSection,
         without_tools: Collection[str] = (),
         hidden: Collection[str] = (),
     ) -> None:
@@ -65,10 +75,11 @@ class Diagnosis:
         self._without_tools = without_tools
         self._hidden = set(hidden)
         """Tasks with a logged warning about parts of messages that the policy does not see."""
-        self._by_turn = by_turn
-        self._max_grad_norm = max_grad_norm
+        self._algorithm = algorithm
+        self._train = train
         self._counts: Counter[str] = Counter()
         self._recent: deque[Sequence[TrajectoryGroup]] = deque(maxlen=RECENT)
+        self._metrics: deque[Mapping[str, float]] = deque(maxlen=RECENT)
         self._cut: set[str] = set()
         """Tasks with a logged warning about truncated turns."""
 
@@ -76,6 +87,7 @@ class Diagnosis:
         """Log the warnings about a trained step."""
         groups, idle = step.groups, self._counts["idle"] + 1
         self._recent.append(groups)
+        self._metrics.append(metrics)
         self._warn("idle", None if metrics.get("loss_tokens") else no_signal_warning(groups, steps=idle))
         with_tools = [group for group in groups if group.task not in self._without_tools]
         self._warn("no calls", no_calls_warning(with_tools, chat=self._chat))
@@ -88,9 +100,12 @@ class Diagnosis:
                 self._hidden.add(group.task)
                 logger.warning("%s", hidden_parts_warning(group.task, hidden))
         self._warn("large", large_step_warning(metrics), in_a_row=False)
-        if self._by_turn and step.next_version == 1:
+        clipped = clipping_warning(metrics, algorithm=self._algorithm, train=self._train)
+        self._warn("clipped", clipped, in_a_row=False)
+        self._warn("waits", waiting_warning(self._metrics) if len(self._metrics) == RECENT else None)
+        if self._algorithm.credit.name == "turn" and step.next_version == 1:
             self._warn("turns", turn_rewards_warning(groups))
-        for problem, warning in unhealthy(metrics, groups, max_grad_norm=self._max_grad_norm):
+        for problem, warning in unhealthy(metrics, groups, max_grad_norm=self._train.max_grad_norm):
             self._warn(problem, warning)
 
     def compare(self, held_out: Mapping[str, tuple[float, float, float]]) -> None:
@@ -152,6 +167,50 @@ def large_step_warning(metrics: Mapping[str, float]) -> str | None:
     return (
         f"the policy is {kl:.2g} nats per token from the one that sampled these episodes (kl): such large "
         "steps can unlearn earlier skills; lower train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def clipping_warning(
+    metrics: Mapping[str, float], *, algorithm: AlgorithmSection, train: TrainSection
+) -> str | None:
+    """Return a warning if the region of the loss limits many tokens of a step, with the settings that help.
+
+    Args:
+        metrics: metrics of the step.
+        algorithm: settings of the algorithm. The anchor decides which settings help.
+        train: settings of the learner.
+    """
+    fraction, age = metrics.get("clip_fraction", 0.0), metrics.get("token_staleness_mean", 0.0)
+    if fraction <= MANY_CLIPPED:
+        return None
+    anchor, remedies = "before the update", ["lower train.learning_rate"]
+    if train.minibatches > 1:
+        remedies.append(f"lower train.minibatches ({train.minibatches})")
+    if algorithm.anchor.name != "old":
+        anchor = f"that sampled them, on average {age:.2g} versions earlier"
+        if age:
+            remedies.append("lower rollout.max_staleness or rollout.stale.interval")
+            remedies.append("set algorithm.anchor = 'old' with algorithm.correction = 'truncate'")
+    return (
+        f"algorithm.region limited {fraction:.0%} of the trained tokens (clip_fraction), because the policy "
+        f"moved far from the policy {anchor}: {', or '.join(remedies)}"
+    )
+
+
+def waiting_warning(steps: Collection[Mapping[str, float]]) -> str | None:
+    """Return a warning if trainer and engine of an asynchronous run both wait for long episodes.
+
+    Args:
+        steps: metrics of the last steps. A synchronous run has no stale groups and waits by design.
+    """
+    trainer, engine = (fmean(one.get(f"{name}_idle", 0.0) for one in steps) for name in ("trainer", "engine"))
+    synchronous = not any(one.get("staleness_max") for one in steps)
+    if synchronous or min(trainer, engine) <= LONG_WAIT:
+        return None
+    return (
+        f"in the last {len(steps)} steps the trainer waited for episodes {trainer:.0%} of the time, and the "
+        f"engine was idle {engine:.0%} of the time: to train on other groups while long episodes end, raise "
+        "rollout.max_staleness and rollout.window together"
     )
 
 

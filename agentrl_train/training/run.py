@@ -194,8 +194,8 @@ class Run:
         self._trained_tokens = int(state.get("trained_tokens", 0))
         self._diagnosis = Diagnosis(
             policy.chat,
-            by_turn=trainer.algorithm.credit.name == "turn",
-            max_grad_norm=policy.learner.settings.max_grad_norm,
+            algorithm=trainer.algorithm,
+            train=policy.learner.settings,
             without_tools={prompt.task for prompt in policy.prompts if not prompt.tools},
             hidden={prompt.task for prompt in policy.prompts if prompt.hidden},
         )
@@ -302,10 +302,10 @@ class Run:
             self._log.note(raised)
         self._loop.admit()
         self._trained_tokens += int(trained.get("loss_tokens", 0))
-        self._diagnosis.examine(step, trained)
         discarded = self._loop.discarded_tokens
         throughput = self._throughput.step(trained, waited_s=step.waited_s, discarded_tokens=discarded)
         metrics = {**trained, **throughput}
+        self._diagnosis.examine(step, metrics)
         metrics["failed_episodes"] = float(self._failures.episodes)
         metrics["dropped_groups"] = float(self._loop.window.dropped)
         levels = self._curriculum.metrics()

@@ -34,7 +34,7 @@ from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.critics.values import ESTIMATORS
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
-from agentrl_train.telemetry.diagnosis import turn_rewards_warning
+from agentrl_train.telemetry.diagnosis import MANY_CLIPPED, turn_rewards_warning
 from agentrl_train.training.compose import learner_options
 from tests.train.learner.test_learner import made, qwen
 from tests.train.test_credit import rewarded
@@ -157,6 +157,42 @@ def test_gspo_clips_nothing_in_a_batch_that_is_one_version_old() -> None:
     assert float(objective(tokens)[1]["clip_fraction"]) == 0.0
     plain = plain_config("algorithm.preset=gspo", "algorithm.anchor=behaviour", "algorithm.correction=none")
     assert float(objective_function(plain.algorithm)(tokens)[1]["clip_fraction"]) > 0.0
+
+
+@pytest.fixture(scope="module")
+def one_version_old() -> loss.Tokens:
+    """Return 64 sequences that the version before sampled, as in every step with the default staleness.
+
+    The update between both versions moved each token by 0.02 nats, a large step that gives no warning yet.
+    """
+    draw, size, kl = torch.Generator().manual_seed(0), (64, 40), 0.02
+    now = -torch.empty(size).double().exponential_(2.0, generator=draw)
+    moved = torch.empty(size).double().normal_(-kl, (2 * kl) ** 0.5, generator=draw)
+    advantages = torch.empty(64, 1).double().normal_(generator=draw).expand(size)
+    sequences = torch.arange(64)[:, None].expand(size)
+    weights = torch.full(size, 1 / now.numel()).double()
+    fields = {"advantages": advantages, "weights": weights, "old": now, "behaviour": now - moved}
+    fields |= {"logprobs": now, "sequences": sequences, "ages": torch.ones(size, dtype=torch.int64)}
+    turns = sequences * 4 + torch.arange(40) // 10
+    return loss.Tokens(**{name: value.flatten() for name, value in fields.items()}, turns=turns.flatten())
+
+
+def clipped(tokens: loss.Tokens, *overrides: str) -> float:
+    """Return the share of clipped tokens in the first update of a step."""
+    objective = objective_function(plain_config(*overrides).algorithm)
+    return float(objective(tokens)[1]["clip_fraction"]) / len(tokens.logprobs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_clips_few_tokens_of_a_batch_that_is_one_version_old(
+    name: str, one_version_old: loss.Tokens
+) -> None:
+    assert clipped(one_version_old, f"algorithm.preset={name}", *NEEDED.get(name, [])) < MANY_CLIPPED
+
+
+def test_ratio_of_sequences_to_an_older_sampler_clips_too_many_tokens(one_version_old: loss.Tokens) -> None:
+    to_sampler = ("algorithm.anchor=behaviour", "algorithm.correction=none")
+    assert clipped(one_version_old, "algorithm.preset=gspo", *to_sampler) > MANY_CLIPPED
 
 
 def test_key_overrides_its_preset_and_the_recorded_configuration_is_complete(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from agentrl_env import Message, TaskSample
 from agentrl_env.evaluation import EvaluationError, read_run, summarize
 from agentrl_train.cli.commands import summary_table
 from agentrl_train.cli.evaluating import evaluation_table
+from agentrl_train.config import AlgorithmSection, TrainSection
 from agentrl_train.telemetry.diagnosis import Diagnosis
 from agentrl_train.telemetry.metrics import success_interval
 from agentrl_train.training.evaluation import (
@@ -108,7 +109,7 @@ def evaluated(successes: int, episodes: int = 100) -> tuple[float, float, float]
 
 
 def test_success_in_training_far_above_held_out_success_gives_one_warning(caplog):
-    diagnosis = Diagnosis(CHAT, by_turn=False, max_grad_norm=1.0)
+    diagnosis = Diagnosis(CHAT, algorithm=AlgorithmSection(), train=TrainSection())
     diagnosis.compare({TASK: evaluated(22)})  # nothing was trained yet
     for step in range(20):
         played = [succeeding(index, index > 0) for index in range(6)]

@@ -11,7 +11,7 @@ from agentrl_env import Done, Environment, tool
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.actor import Actor
 from agentrl_train.chat import ChatFormat
-from agentrl_train.config import ModelSection, RolloutSection
+from agentrl_train.config import AlgorithmSection, ModelSection, RolloutSection, TrainSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.models.loading import chat_format
 from agentrl_train.telemetry.diagnosis import Diagnosis, cut_turns_warnings, no_calls_warning
@@ -191,7 +191,7 @@ async def test_many_turns_cut_by_the_token_limit_give_one_warning_per_task(
     assert cut_turns_warnings([whole]) == {}
     (warning,) = cut_turns_warnings([cut]).values()
     assert warning.startswith("100% of the turns of countdown were cut off by engine.max_new_tokens")
-    diagnosis = Diagnosis(chat, by_turn=False, max_grad_norm=1.0)
+    diagnosis = Diagnosis(chat, algorithm=AlgorithmSection(), train=TrainSection())
     step = Step(groups=[cut])
     for _ in range(2):
         diagnosis.examine(step, {"loss_tokens": 1.0})
@@ -230,9 +230,8 @@ async def test_unsupported_pictures_give_one_warning_per_task(
     assert caplog.text.count(warning) == in_opening
     group = await played(chat, Pictures, Message.assistant("I see."))
     caplog.clear()
-    diagnosis = Diagnosis(
-        chat, by_turn=False, max_grad_norm=1.0, hidden={one.task for one in prompts if one.hidden}
-    )
+    hidden = {one.task for one in prompts if one.hidden}
+    diagnosis = Diagnosis(chat, algorithm=AlgorithmSection(), train=TrainSection(), hidden=hidden)
     for _ in range(2):
         diagnosis.examine(Step(groups=[group]), {"loss_tokens": 1.0})
     assert caplog.text.count(warning) == (not in_opening)
