@@ -44,6 +44,8 @@ def sweep(path: Path, *, cores: int, processes: int | None, replace: bool) -> in
     failed: dict[Path, str] = {}
     with _claimed(plan.folder):
         require_unchanged(plan, replace=replace)
+        for note in plan.notes:
+            console.print(note, markup=False, soft_wrap=True)
         kept = sum(map(finished, plan.runs))
         if kept:
             console.print(f"{kept} of {len(plan.runs)} runs are finished already")

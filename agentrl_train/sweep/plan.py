@@ -113,6 +113,19 @@ class Sweep:
         """Return the variant that the others are compared with."""
         return self.config.baseline or next(iter(self.config.changes))
 
+    @property
+    def notes(self) -> list[str]:
+        """Return the notes on the settings of its runs, each once, with its variants if others lack it."""
+        variants: dict[str, dict[str, None]] = {}
+        for run in self.runs:
+            for note in run.config.notes:
+                variants.setdefault(note, {})[run.variant] = None
+        everywhere = len(self.config.changes)
+        return [
+            note if len(names) == everywhere else f"{', '.join(names)}: {note}"
+            for note, names in variants.items()
+        ]
+
 
 def load_sweep(path: Path, *, cores: int, processes: int | None = None) -> Sweep:
     """Read the file of a sweep and validate every run of it.

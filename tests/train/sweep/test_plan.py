@@ -97,6 +97,15 @@ def test_invalid_sweep_is_a_config_error(tmp_path: Path, text: str, words: str) 
     assert words in str(error.value)
 
 
+def test_note_on_the_settings_of_several_runs_is_given_once(tmp_path: Path) -> None:
+    text = 'presets = ["grpo", "reinforce", "opo"]\nset = {run.steps = 2}'
+    shortened, wide = load_sweep(write(tmp_path, text), cores=2).notes
+    assert shortened == "train.warmup_steps is 1 instead of 5: the run has run.steps = 2"
+    assert wide.startswith("reinforce, opo: algorithm.region = 'cap' is for tokens of the policy")
+    quiet = 'presets = ["grpo"]\nset = {run.steps = 20}'
+    assert load_sweep(write(tmp_path, quiet), cores=2).notes == []
+
+
 def test_missing_base_configuration_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "sweep.toml"
     path.write_text('name = "mine"\nconfig = "nowhere.toml"\npresets = ["grpo"]\n')
