@@ -6,7 +6,7 @@ assign the same log-probabilities to the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -176,11 +176,26 @@ class DriftCheck:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleWeights:
+    """Weights of the stale policy, and their version."""
+
+    weights: Mapping[str, torch.Tensor]
+    version: int
+
+
 class Publisher:
     """Publishes to the current policy every time and to the stale policy every ``stale_interval`` versions.
 
     Cross-policy sampling (AgentRL, section 3.1) draws turns from both. With ``stale_interval = 0`` there is
-    no stale policy, or the stale policy keeps the weights that ``stale`` returns, as version ``FOREIGN``.
+    no stale policy, or it keeps its first weights.
+
+    Args:
+        sync: receives the weights.
+        stale_interval: versions between two refreshes of the stale policy.
+        stale: called with the first published version. Returns the first weights of the stale policy, or
+            None for the published weights.
+        canary: checks every push.
     """
 
     def __init__(
@@ -188,7 +203,7 @@ class Publisher:
         sync: WeightSync,
         *,
         stale_interval: int = 0,
-        stale: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        stale: Callable[[int], StaleWeights | None] | None = None,
         canary: Canary | None = None,
     ) -> None:
         self._sync = sync
@@ -197,6 +212,11 @@ class Publisher:
         self._canary = canary
         self.drift = Drift()
         """Difference measured by the canary after the last push."""
+
+    def refreshes(self, versions: Iterable[int]) -> set[int]:
+        """Return the versions of the stale policy's weights at these versions of the current policy."""
+        interval = self._stale_interval
+        return {last_refresh(version, interval=interval) for version in versions} if interval else set()
 
     def publish(
         self, weights: Mapping[str, torch.Tensor], *, policy_version: int, everywhere: bool = False
@@ -208,16 +228,21 @@ class Publisher:
             EngineError: the weights could not be loaded.
             ConfigError: the stale policy has other parameters than the current one.
         """
-        if everywhere and self._stale is not None:
-            foreign = self._stale()
-            require_same_parameters(foreign, weights)
-            self._sync.publish(foreign, policy_version=FOREIGN, policies=("stale",))
-        due = self._stale_interval and policy_version % self._stale_interval == 0
-        stale = self._stale_interval and (everywhere or due)
+        first = self._stale(policy_version) if everywhere and self._stale is not None else None
+        if first is not None:
+            require_same_parameters(first.weights, weights)
+            self._sync.publish(first.weights, policy_version=first.version, policies=("stale",))
+        due = policy_version in self.refreshes([policy_version])
+        stale = due or (everywhere and self._stale_interval and first is None)
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
         if self._canary is not None:
             self.drift = self._canary.check(policies, version=policy_version)
+
+
+def last_refresh(version: int, *, interval: int) -> int:
+    """Return the last version at which the stale policy was refreshed."""
+    return version - version % interval
 
 
 def require_same_parameters(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

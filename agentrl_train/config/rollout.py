@@ -75,8 +75,8 @@ class Stale(Table):
     fraction: Fraction = 0.0
     """Probability that a turn is sampled by the stale policy. 0 disables it."""
     interval: Count = 10
-    """Steps between two refreshes of the stale policy. Its weights are not in checkpoints, so a resumed run
-    refreshes it with the weights of the checkpoint."""
+    """Steps between two refreshes of the stale policy. The run writes a checkpoint at each refresh. A resumed
+    run takes the weights of the stale policy from it."""
     model: ModelPath | None = None
     """A Hugging Face model folder, or a name on the hub, for the stale policy instead of older weights of the
     policy. It must have the architecture and the tokenizer of ``model.path``."""

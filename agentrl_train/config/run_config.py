@@ -222,11 +222,6 @@ class RunConfig(Section):
                 "engine.deterministic needs one thread, because sums of several threads depend on how they "
                 f"share the cores: set run.threads to 1, not {self.run.threads}"
             )
-        if self.engine.deterministic and rollout.stale.fraction > 0 and rollout.stale.model is None:
-            found.append(
-                "engine.deterministic excludes the stale policy, whose weights are not in checkpoints: set "
-                "rollout.stale.fraction to 0"
-            )
         if self.train.sequence_parallel > 1 and self.model.attention != "sdpa":
             found.append(
                 f"model.attention = {self.model.attention!r} has no effect with train.sequence_parallel = "

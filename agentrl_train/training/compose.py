@@ -180,6 +180,7 @@ async def policy(
                 logprobs=learner.logprobs,
                 tokenizer=ready.tokenizer,
                 tolerance=accepted,
+                checkpoints=config.run_folder / "checkpoints",
             )
             yield Policy(
                 tokenizer=ready.tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import subprocess
@@ -12,7 +13,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.chat import ChatFormat
@@ -29,8 +29,20 @@ from agentrl_train.models.loading import copy_of, load_policy, with_dtype
 from agentrl_train.models.sources import local_model
 from agentrl_train.placement.devices import Processes
 from agentrl_train.placement.launcher import Launcher
+from agentrl_train.storage.checkpoint import is_intact
 from agentrl_train.types import RunningEngine, Trace
-from agentrl_train.weights import FLOAT32, Canary, Drift, LogProbs, Publisher
+from agentrl_train.weights import (
+    FLOAT32,
+    FOREIGN,
+    Canary,
+    Drift,
+    LogProbs,
+    Publisher,
+    StaleWeights,
+    last_refresh,
+)
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 2**30
 TORCH_SERVING = "agentrl_train.placement.serving"
@@ -186,6 +198,7 @@ def make_publisher(
     logprobs: LogProbs,
     tokenizer: PreTrainedTokenizerBase,
     tolerance: Drift,
+    checkpoints: Path,
 ) -> Publisher:
     """Return the publisher; for engines in other processes it verifies each push with a canary.
 
@@ -197,6 +210,8 @@ def make_publisher(
         logprobs: computes log-probabilities with the trainer's weights.
         tokenizer: tokenizer of the policy.
         tolerance: accepted differences in log-probability, due to rounding.
+        checkpoints: the checkpoints of the run. A resumed run takes the weights of the stale policy from
+            them.
     """
     canary = None
     if isinstance(engine, EnginePool):
@@ -208,16 +223,39 @@ def make_publisher(
             tolerance=tolerance,
         )
     chosen = rollout.stale
+    if chosen.fraction == 0:
+        return Publisher(engine, canary=canary)
     if chosen.model is not None:
-        stale = partial(_stale_weights, chosen.model, dtype=dtype, tokenizer=tokenizer)
+        stale = partial(_foreign_weights, chosen.model, dtype=dtype, tokenizer=tokenizer)
         return Publisher(engine, stale=stale, canary=canary)
-    interval = chosen.interval if chosen.fraction > 0 else 0
-    return Publisher(engine, stale_interval=interval, canary=canary)
+    saved = partial(saved_weights, checkpoints, interval=chosen.interval, dtype=dtype)
+    return Publisher(engine, stale_interval=chosen.interval, stale=saved, canary=canary)
 
 
-def _stale_weights(
-    path: str, *, dtype: str, tokenizer: PreTrainedTokenizerBase
-) -> Mapping[str, torch.Tensor]:
+def saved_weights(checkpoints: Path, version: int, *, interval: int, dtype: str) -> StaleWeights | None:
+    """Return the weights that the stale policy has at a version, from the checkpoint of its last refresh.
+
+    None means the current weights: the policy is refreshed at this version, or there is no such checkpoint.
+    """
+    refresh = last_refresh(version, interval=interval)
+    if refresh == version:
+        return None
+    if not is_intact(checkpoints, refresh):
+        logger.warning(
+            "the checkpoint of step %d is missing or damaged, so the stale policy samples with the weights "
+            "of step %d until its next refresh at step %d",
+            refresh,
+            version,
+            refresh + interval,
+        )
+        return None
+    model, _ = load_policy(str(checkpoints / f"step_{refresh:06d}" / "model"), dtype=dtype)
+    return StaleWeights(weights=dict(model.named_parameters()), version=refresh)
+
+
+def _foreign_weights(
+    path: str, _version: int, *, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> StaleWeights:
     """Return the weights of ``rollout.stale.model``. Raises ConfigError if its vocabulary differs."""
     model, own = load_policy(path, dtype=dtype)
     if own.get_vocab() != tokenizer.get_vocab():
@@ -225,7 +263,7 @@ def _stale_weights(
             f"rollout.stale.model = {path!r} has another vocabulary than the policy, whose contexts it "
             "continues: use a model of the same family"
         )
-    return dict(model.named_parameters())
+    return StaleWeights(weights=dict(model.named_parameters()), version=FOREIGN)
 
 
 def tolerance(

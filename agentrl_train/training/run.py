@@ -331,6 +331,8 @@ class Run:
             # checkpoint begins, and at most two intervals of groups are drawn until then.
             mixer.rebalance(after=2 * self._checkpoints.every * len(step.groups))
             await self._checkpoint(step=number)
+        if number in self._policy.publisher.refreshes([number]):
+            await self._checkpoint(step=number)  # has the weights of the stale policy
         if self._due(number, self._held_out.every):
             await self._evaluate_step(number)
             self._throughput.begin()
@@ -352,9 +354,11 @@ class Run:
         copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
         snapshots = await in_thread(copy, within_s=WRITE_TIMEOUT_S, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
+        folder, keep = self._folder / "checkpoints", self._checkpoints.keep
+        kept = sorted({step, *(old for old in checkpoint_steps(folder) if old < step)})[-keep:]
         write = partial(
             save_checkpoint,
-            self._folder / "checkpoints",
+            folder,
             step=step,
             parts=(*snapshots, InModelFolder(pretrained=self._policy.tokenizer)),
             loop={
@@ -367,8 +371,8 @@ class Run:
                 "curriculum": self._curriculum.state(),
             },
             groups=untrained,
-            keep=self._checkpoints.keep,
-            pinned=frozenset(self._unevaluated),
+            keep=keep,
+            pinned=self._unevaluated | self._policy.publisher.refreshes(kept),
         )
         self._writing = asyncio.create_task(self._write(write, step=step))
 

@@ -1,7 +1,9 @@
 """Compare log-probabilities of engine and trainer."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,17 +14,20 @@ from agentrl_train.config import EngineSection, ModelSection, TrainSection
 from agentrl_train.engine.transfer import SharedWeights
 from agentrl_train.errors import ConfigError, WeightMismatch
 from agentrl_train.learner.sharding import GatheredWeights
-from agentrl_train.training.engines import tolerance
+from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from agentrl_train.training.engines import saved_weights, tolerance
 from agentrl_train.types import Completion
 from agentrl_train.weights import (
     FLOAT32,
     Canary,
     Drift,
+    Publisher,
     drift,
     probe_sequence,
     require_agreement,
     require_same_parameters,
 )
+from tests.tiny_models import make_model, make_tokenizer
 
 
 def sampled(logprobs: list[float], versions: list[int]):
@@ -91,6 +96,43 @@ def test_model_of_another_architecture_cannot_be_the_stale_policy(other: dict[st
     require_same_parameters({name: one + 1 for name, one in policy.items()}, policy)
     with pytest.raises(ConfigError, match=r"another architecture .* differ, such as [bc]; use a model"):
         require_same_parameters({name: torch.zeros(shape) for name, shape in other.items()}, policy)
+
+
+class Pushes:
+    """Records the version of each policy, and a parameter of its weights."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def publish(
+        self, state: Mapping[str, torch.Tensor], *, policy_version: int, policies: Sequence[str]
+    ) -> None:
+        self.held |= dict.fromkeys(policies, (policy_version, next(iter(state.values()))))
+
+
+@pytest.mark.parametrize(
+    ("version", "stale", "logged"), [(6, 4, False), (4, 4, False), (9, 9, True), (12, 12, False)]
+)
+def test_stale_policy_of_a_resumed_run_has_the_weights_of_its_last_refresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int, stale: int, logged: bool
+) -> None:
+    parts = [InModelFolder(pretrained=one) for one in (make_model(seed=4), make_tokenizer())]
+    save_checkpoint(tmp_path, step=4, parts=parts, loop={})
+    pushes, saved = Pushes(), partial(saved_weights, tmp_path, interval=4, dtype="float32")
+    weights = dict(make_model(seed=version).named_parameters())
+    publisher = Publisher(pushes, stale_interval=4, stale=saved)
+    publisher.publish(weights, policy_version=version, everywhere=True)
+    assert pushes.held["current"][0] == version
+    assert pushes.held["stale"][0] == stale
+    assert torch.equal(pushes.held["stale"][1], next(make_model(seed=stale).parameters()))
+    assert ("the checkpoint of step 8 is missing or damaged" in caplog.text) == logged
+    publisher.publish(weights, policy_version=version + 1)
+    assert pushes.held["stale"][0] == stale
+
+
+def test_checkpoints_to_keep_for_the_stale_policy_are_its_refreshes() -> None:
+    assert Publisher(Pushes(), stale_interval=4).refreshes([7, 8, 9, 13]) == {4, 8, 12}
+    assert Publisher(Pushes()).refreshes([7, 8]) == set()
 
 
 def canary(noise: Callable[[np.random.Generator, int], np.ndarray]) -> Canary:

@@ -15,7 +15,7 @@ from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.engine.truncation import Truncation
 from agentrl_train.errors import EngineError
 from agentrl_train.types import Completion, SamplingParams
-from agentrl_train.weights import FOREIGN, Publisher
+from agentrl_train.weights import FOREIGN, Publisher, StaleWeights
 from tests.tiny_models import make_model
 
 
@@ -183,7 +183,8 @@ async def test_policies_have_separate_weights_and_completions_name_policy(
 
 
 async def test_stale_policy_can_keep_the_weights_of_an_untrained_model(engine: TorchEngine) -> None:
-    publisher = Publisher(engine, stale=lambda: dict(make_model(seed=7).named_parameters()))
+    foreign = StaleWeights(weights=dict(make_model(seed=7).named_parameters()), version=FOREIGN)
+    publisher = Publisher(engine, stale=lambda _: foreign)
     for version, everywhere in ((3, True), (4, False)):
         weights = dict(make_model(seed=version).named_parameters())
         publisher.publish(weights, policy_version=version, everywhere=everywhere)

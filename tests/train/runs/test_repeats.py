@@ -24,6 +24,9 @@ SPEAR = (
 )
 """A preset with a buffer that is stored in checkpoints."""
 
+CROSSED = ("rollout.stale.fraction=0.5", "rollout.stale.interval=6")
+"""An older copy of the policy samples half of the turns. Runs are killed between its refreshes."""
+
 
 def reproducible(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not OF_THE_PROCESS.search(name)}
@@ -49,6 +52,7 @@ def critic_state(run: Path) -> dict[str, torch.Tensor]:
         (3, ()),
         pytest.param(100, (), marks=pytest.mark.extended),
         pytest.param(3, SPEAR, marks=pytest.mark.extended),
+        (1, CROSSED),
     ],
 )
 def test_resumed_synchronous_run_matches_uninterrupted_run_bit_for_bit(
