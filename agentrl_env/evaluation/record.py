@@ -7,8 +7,10 @@ and attempt, since failed episodes are played again when the evaluation is resum
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -164,6 +166,7 @@ class RunFile:
 
     def __init__(self, folder: str | os.PathLike[str], settings: EvaluationSettings) -> None:
         self.path = Path(folder) / EPISODES
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="episodes")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             foreign = [name for name in RESULTS if self.path.with_name(name).exists()]
@@ -207,8 +210,16 @@ class RunFile:
         self._write(episode)
         self.run.episodes[episode.key] = episode
 
+    async def append_async(self, episode: EpisodeRecord) -> None:
+        """Write an episode in a thread, so that a slow disk does not block the event loop.
+
+        Episodes are written in the order of the calls, even if a call is cancelled. Raises EvaluationError.
+        """
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._writer, self.append, episode))
+
     def close(self) -> None:
-        """Close the file."""
+        """Write the remaining episodes and close the file."""
+        self._writer.shutdown()
         self._file.close()
 
     def __enter__(self) -> RunFile:

@@ -150,7 +150,7 @@ async def evaluate(
             episode = await _play_with_retries(
                 client, policy, file, index=index, attempt=attempt, retries=retries, wait=wait
             )
-            file.append(episode)
+            await file.append_async(episode)
             on_episode(episode)
             streak = streak + 1 if episode.failed else 0
             if streak >= patience:

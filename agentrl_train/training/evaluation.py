@@ -228,9 +228,9 @@ class EvaluationJournal:
         self._count(file, file.run.counted, total=len(settings.plan()))  # shown with the first episode
         return file
 
-    def append(self, file: RunFile, episode: EpisodeRecord) -> None:
+    async def append(self, file: RunFile, episode: EpisodeRecord) -> None:
         """Write an episode; raises ``EvaluationError``."""
-        file.append(episode)
+        await file.append_async(episode)
         self._count(file, [episode])
         self._show(self.tally)
 
@@ -398,7 +398,7 @@ async def _evaluate_task(
         episode = Episode(task=task, split=split, index=index, seed=None, draw_seed=draw_seed)
         trajectory = await actor.sibling(episode, number=attempt)
         if journal is not None and file is not None:
-            journal.append(file, recorded(trajectory, index=index, attempt=attempt))
+            await journal.append(file, recorded(trajectory, index=index, attempt=attempt))
         return trajectory
 
     plan = [play(index, attempt) for index in indices for attempt in range(attempts)]

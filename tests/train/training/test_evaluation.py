@@ -1,6 +1,9 @@
 """Held-out evaluation with sampled and greedy episodes, and episodes kept on disk."""
 
+import asyncio
 import io
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -152,12 +155,21 @@ async def played(engine, folder: Path, *, attempts: int = 2, greedy: bool = Fals
             )
 
 
+class StuckEngine(ScriptedEngine):
+    """Answers the first four episodes and no other."""
+
+    async def generate(self, token_ids, *, session_key, **options):
+        if len({call[0] for call in self.calls} | {session_key}) > 4:
+            await asyncio.Event().wait()
+        return await super().generate(token_ids, session_key=session_key, **options)
+
+
 async def test_interrupted_evaluation_plays_only_missing_episodes(tmp_path: Path):
     def interrupt(tally: Tally) -> None:
         if tally.done == 2:
             raise Interrupted
 
-    first, second = (ScriptedEngine(CHAT, always(DOWN)) for _ in range(2))
+    first, second = (kind(CHAT, always(DOWN)) for kind in (StuckEngine, ScriptedEngine))
     with pytest.raises(Interrupted):
         await played(first, tmp_path, show=interrupt)
     before = read_run(tmp_path / TASK)
@@ -173,6 +185,14 @@ async def test_interrupted_evaluation_plays_only_missing_episodes(tmp_path: Path
     whole = await played(ScriptedEngine(CHAT, always(DOWN)), tmp_path / "whole")
     figures = [(r.success, r.mean_turns, r.valid_calls, r.pass_at(2)) for r in (results[TASK], whole[TASK])]
     assert figures[0] == figures[1]
+
+
+async def test_event_loop_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch):
+    threads = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: threads.append(threading.current_thread()))
+    await played(ScriptedEngine(CHAT, always(DOWN)), tmp_path)
+    assert len(threads) == 7, "the settings and six episodes"
+    assert threading.main_thread() not in threads[1:]
 
 
 async def test_failed_episodes_are_played_again(tmp_path: Path):
