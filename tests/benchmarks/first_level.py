@@ -125,6 +125,13 @@ def summary(episodes: Sequence[EpisodeRecord], tools: Collection[str]) -> dict[s
     }
 
 
+def missing(model: str) -> str:
+    """Return an error message for the name of a model that is unknown or not fetched, otherwise ""."""
+    from agentrl_train.config.paths import PACKAGE, fetch_hint
+
+    return "" if "/" in model or model.startswith(PACKAGE) else fetch_hint(model)
+
+
 def evaluate(model: str, task: str, *, samples: int, threads: int) -> dict[str, Any]:
     """Return the figures of a model on a task, or the reason why this machine cannot play it.
 
@@ -172,6 +179,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12, help="episodes of each task")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch")
     options = parser.parse_intermixed_args()
+    if reason := missing(options.model):  # otherwise each task would be recorded as skipped
+        parser.error(reason)
     from agentrl_train.errors import TrainError
 
     for task in options.tasks or TASKS:

@@ -97,3 +97,30 @@ def test_results_are_kept_in_the_order_of_the_tasks(tmp_path: Path, monkeypatch:
     stored = first_level.read_results(tmp_path / "small.json")
     assert list(stored) == ["household", "shop", "sql"]
     assert first_level.read_results(tmp_path / "other.json") == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("smollm2-135m", "download it with agentrl-train fetch smollm2-135m"),
+        ("smollm2-136m", "did you mean smollm2-135m?"),
+    ],
+)
+def test_model_that_is_not_fetched_stops_the_command_and_writes_no_figures(
+    model: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    for name in ("EVIDENCE", "RUNS"):
+        monkeypatch.setattr(first_level, name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["first_level", model, "household"])
+    with pytest.raises(SystemExit):
+        first_level.main()
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "cache/models/smollm2-135m").mkdir(parents=True)
+    fetched = ("smollm2-135m", "package:weights", "Qwen/Qwen3-0.6B", "/models/qwen")
+    assert [first_level.missing(name) for name in fetched] == [""] * 4
