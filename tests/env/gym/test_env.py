@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
@@ -94,6 +96,30 @@ def test_remote_environment_passes_check_env(server):
     env = gymnasium.make(ID, url=server.url, token=server.token, task="guess", render_mode="ansi")
     check_env(env.unwrapped)
     env.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version")
+def test_documented_wrapper_has_the_spaces_that_stable_baselines3_needs():
+    page = (Path(__file__).parents[3] / "docs/how-to/gymnasium.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    documented = {"gymnasium": gymnasium}
+    for block in blocks[-2:]:
+        exec(block, documented)
+    arrays = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    plain = documented["Coin"].gym()
+    wrapped = documented["Bytes"](plain)
+    assert not isinstance(plain.observation_space, arrays), "the page requires a wrapper"
+    assert not isinstance(plain.action_space, arrays), "the page requires a wrapper"
+    assert isinstance(wrapped.observation_space, spaces.Box)
+    assert isinstance(wrapped.action_space, spaces.Discrete)
+    check_env(wrapped, skip_render_check=True)
+    for seed in range(4):
+        observation, _ = wrapped.reset(seed=seed)
+        assert type(observation) is np.ndarray
+        observation, reward, *ended, info = wrapped.step(wrapped.action_space.sample())
+        assert observation in wrapped.observation_space
+        assert [type(value) for value in (reward, *ended, info)] == [float, bool, bool, dict]
+    wrapped.close()
 
 
 def test_wrappers_of_make_emit_no_warnings():
