@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
+from agentrl_env.hosting.loader import load_target
 from agentrl_env.hosting.serve import EnvServer
 from tests.env.bridges import calculator, odd_server
 from tests.env.bridges.players import mcp_session
@@ -20,6 +22,9 @@ from tests.env.tasks import Guess
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv-mcp2/bin"
+PAGE = ROOT / "docs/how-to/bridges.md"
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TOKEN = "a-token-of-this-test-1234567890"
 CLIENT = """
 import asyncio, json, sys
 from mcp import Client
@@ -69,6 +74,35 @@ async def test_client_of_the_second_sdk_plays_a_server_on_the_first() -> None:
     await server.start()
     try:
         assert await played(server.url) == PLAYED
+    finally:
+        await server.stop()
+
+
+async def test_snippet_of_the_documentation_plays_with_its_changes_for_the_second_sdk() -> None:
+    page = PAGE.read_text()
+    (snippet,) = (block for block in BLOCK.findall(page) if "streamable_http_client" in block)
+    changes = [
+        ("import httpx\n", "import httpx2 as httpx"),
+        ("result.structuredContent", "result.structured_content"),
+    ]
+    server = EnvServer([load_target(str(ROOT / "environments/household"))], port=0, drain_s=0.0, token=TOKEN)
+    await server.start()
+    snippet = snippet.replace("http://127.0.0.1:8000", server.url)
+    for before, after in changes:
+        assert f"`{after}`" in page
+        assert snippet.count(before) == 1
+        snippet = snippet.replace(before, f"{after}\n" if before.endswith("\n") else after)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(BIN / "python", "-W", "error", "-c", snippet),
+            env={**os.environ, "AGENTRL_TOKEN": TOKEN, "no_proxy": "*"},
+            stdout=subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        assert out.decode().splitlines()[-1].startswith("desk: ")
+        assert out.decode().endswith(" 0.0\n")
+        assert server.pool.open_sessions == 0
     finally:
         await server.stop()
 

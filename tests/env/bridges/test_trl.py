@@ -193,6 +193,27 @@ def test_description_of_an_object_has_its_schema():
 
 
 @pytest.mark.bridges
+@pytest.mark.filterwarnings("ignore")
+def test_trl_sets_the_response_template_only_for_its_own_chat_templates():
+    pytest.importorskip("trl", reason="TRL is not installed; run make bridges")
+    from transformers import AutoTokenizer
+    from trl import chat_template_utils
+
+    page = (ROOT / "docs/how-to/bridges.md").read_text()
+    (template,) = re.findall(r"`trl\.chat_template_utils\.(\w+)`", page)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/quickstart/starter")
+    with pytest.raises(ValueError, match="manually set the response schema"):
+        chat_template_utils.add_response_schema(tokenizer)
+    tokenizer.response_template = getattr(chat_template_utils, template)
+    call = '<tool_call>\n{"name": "look", "arguments": {"place": "desk"}}\n</tool_call>'
+    (read,) = tokenizer.parse_response(call, prefix="")["tool_calls"]
+    assert read["function"] == {"name": "look", "arguments": {"place": "desk"}}
+    tokenizer.response_template, tokenizer.chat_template = None, chat_template_utils.qwen3_chat_template
+    chat_template_utils.add_response_schema(tokenizer)
+    assert tokenizer.response_template == getattr(chat_template_utils, template)
+
+
+@pytest.mark.bridges
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_grpo_trainer_trains_on_a_starter_task(tmp_path, monkeypatch):
