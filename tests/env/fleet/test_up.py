@@ -154,6 +154,36 @@ async def test_file_that_is_invalid_at_a_reload_changes_nothing(fleet, tmp_path)
         await (await client.open("guess")).close()
 
 
+async def test_sessions_resumed_after_a_reload_are_neither_counted_nor_logged_as_lost(caplog):
+    walk = f"{TASKS.with_name('fleet') / 'test_failover_sessions.py'}:Walk"
+    config = FleetConfig(
+        controller=ControllerConfig(port=0, resume=True),
+        tasks=(TaskConfig(name="walk", target=walk, drain=0.0),),
+    )
+    reports = []
+    fleet = LocalFleet(config, report=reports.append)
+    try:
+        await fleet.start()
+        async with EnvClient.connect(fleet.url, timeout=60) as client:
+            sessions = [await client.open("walk", seed=n) for n in range(3)]
+            for session in sessions:
+                await session.step(ToolCall.of("walk"))
+            (old,) = servers(os.getpid())
+            await fleet.reload(config)
+            assert "the previous server of walk 0 finishes 3 sessions" in reports
+            os.kill(old, signal.SIGKILL)
+            results = await asyncio.gather(*(session.step(ToolCall.of("walk")) for session in sessions))
+            assert [result.seq for result in results] == [2] * 3
+            for session in sessions:
+                await session.close()
+        assert fleet._controller.fleet.metrics.ended["walk", "session_lost"] == 0
+        (lost,) = [record.getMessage() for record in caplog.records if "is lost" in record.getMessage()]
+        assert "is lost and other servers continue its 3 sessions: " in lost
+        assert [line for line in reports if "lost" in line] == []
+    finally:
+        await fleet.stop()
+
+
 async def test_resume_keeps_the_sessions_of_a_killed_server(tmp_path):
     config = FleetConfig(
         controller=ControllerConfig(port=0, resume=True),
