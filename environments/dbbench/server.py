@@ -38,6 +38,7 @@ MAX_RESULT = 1_000_000
 """Size of a result after which no more rows are read."""
 MAX_SQL = 20_000
 IDLE = 31_536_000
+ACCESS_DENIED = 1045
 LOST = {0, 2006, 2013, 2055}
 """Errors of a lost connection, which are failures of the server and not of the statement."""
 
@@ -72,6 +73,19 @@ class Server:
         return self._pymysql.connect(
             **{**self._options, "charset": "utf8mb4", "autocommit": True, "local_infile": False, **options}
         )
+
+    def connect_as(self, name: str, password: str) -> Any:
+        """Open a connection as an episode's user. Raises RuntimeError if the server denies it."""
+        options = {"database": name, "autocommit": False, "read_timeout": 4 * SECONDS}
+        try:
+            return self.connect(user=name, password=password, **options)
+        except self._pymysql.Error as error:
+            if error.args[0] != ACCESS_DENIED:
+                raise
+            with self.administration() as cursor:
+                cursor.execute("SELECT host FROM mysql.user WHERE user = ''")
+                hosts = [host if isinstance(host, str) else host.decode() for (host,) in cursor.fetchall()]
+            raise RuntimeError(denial(str(error.args[-1]), hosts)) from error
 
     @contextmanager
     def administration(self) -> Iterator[Any]:
@@ -138,9 +152,7 @@ class ServerDatabase:
                     cursor.execute(
                         f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.{quoted(table.name)} TO {name}@'%'"
                     )
-            self._agent = server.connect(
-                user=name, password=password, database=name, autocommit=False, read_timeout=4 * SECONDS
-            )
+            self._agent = server.connect_as(name, password)
             with self._agent.cursor() as cursor:
                 limit = f"max_statement_time = {SECONDS}"
                 limit = limit if self.dialect == "MariaDB" else f"max_execution_time = {int(SECONDS * 1000)}"
@@ -251,6 +263,19 @@ def _rows(cursor: Any, limit: int) -> Rows:
 def quoted(name: str) -> str:
     """Return a name quoted for MySQL."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def denial(reason: str, anonymous: Sequence[str]) -> str:
+    """Return the error message of a denied connection.
+
+    Args:
+        reason: message of the server.
+        anonymous: hosts of the server's anonymous users.
+    """
+    if not anonymous:
+        return f"{reason}; DBBENCH_URL must reach a server that accepts password logins from this machine"
+    drops = "; ".join(f"DROP USER ''@'{host}'" for host in anonymous)
+    return f"{reason}: anonymous users take precedence over the users of episodes; run {drops}"
 
 
 def drop(cursor: Any, name: str) -> None:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.environments
 Dbbench = load_target(str(Path(__file__).parents[2] / "environments" / "dbbench"))
 module = sys.modules[Dbbench.__module__]
 PACKAGE = Dbbench.__module__.rpartition(".")[0]
-generator, grading, official, problems = (
-    sys.modules[f"{PACKAGE}.{name}"] for name in ("generator", "grading", "official", "problems")
+generator, grading, official, problems, server = (
+    sys.modules[f"{PACKAGE}.{name}"] for name in ("generator", "grading", "official", "problems", "server")
 )
 
 LEVELS = ("", "-2", "-3")
@@ -132,7 +132,21 @@ def test_wrong_answers_are_rejected(right, given):
 def test_order_and_repetition_count_if_the_question_requires_them():
     assert not grading.same_answers(["b", "a"], ["a", "b"], ordered=True)
     assert grading.same_answers(["a", "a"], ["a"], as_set=True)
+    assert grading.same_answers([5], [5, 5], as_set=True)  # documented: AgentBench rejects it
     assert not grading.same_answers(["a", "b"], ["a"], as_set=True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "remedy"),
+    [
+        ((), "DBBENCH_URL must reach a server that accepts password logins from this machine"),
+        (("localhost",), "run DROP USER ''@'localhost'"),
+        (("localhost", "db"), "run DROP USER ''@'localhost'; DROP USER ''@'db'"),
+    ],
+)
+def test_denied_connection_of_an_episode_names_the_remedy(hosts, remedy):
+    assert server.denial("Access denied", hosts).startswith("Access denied")
+    assert server.denial("Access denied", hosts).endswith(remedy)
 
 
 def test_tables_are_compared_by_type_and_without_order():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from agentrl_env import EnvClient, SessionStatus, TaskSample, ToolCall, ToolError
+from agentrl_env.errors import EnvironmentFailed
 from agentrl_env.hosting.loader import load_target
 from tests.environments import agentbench
 from tests.environments.mariadb_server import MariaDbServer
@@ -261,6 +262,18 @@ def test_leftovers_of_killed_processes_are_removed_and_data_of_living_ones_is_ke
             process.stdout.close()
     module.Server(mariadb.url).close()
     assert mariadb.leftovers() == []
+
+
+async def test_anonymous_users_of_a_server_are_named_with_the_remedy(mariadb, client):
+    mariadb.sql("CREATE USER ''@'localhost'")
+    remedy = "take precedence over the users of episodes; run DROP USER ''@'localhost'"
+    try:
+        with pytest.raises(EnvironmentFailed, match=rf"Access denied for user .*{remedy}"):
+            await client.open("dbbench", split="test", index=0)
+    finally:
+        mariadb.sql("DROP USER ''@'localhost'")
+    assert mariadb.leftovers() == []
+    assert (await play(await client.open("dbbench", split="test", index=0))).reward == 1.0
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
