@@ -57,6 +57,7 @@ FILES = {
     "tests/docker-compose.yml": "several containers",
 }
 """Unsupported files in a folder, and their meaning."""
+REMEDY = "which is not supported; play this task with Harbor itself"
 NETWORKS = {None: None, "public": True, "no-network": False}
 """Network modes of ``task.toml``."""
 SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh")
@@ -143,13 +144,13 @@ class HarborTask:
             raise Unusable(f"cannot read it: {error}") from error
         for key, value in _unsupported(settings):
             if key in UNSUPPORTED:
-                raise Unusable(f"{key} requires {UNSUPPORTED[key]}, which is not supported")
+                raise Unusable(f"{key} requires {UNSUPPORTED[key]}, {REMEDY}")
             raise Unusable(f"{key} = {value!r:.80} is not supported")
         if not (folder / "tests/test.sh").is_file():
             raise Unusable("it has no tests/test.sh")
         for name, meaning in FILES.items():
             if (folder / name).exists():
-                raise Unusable(f"{name} requires {meaning}, which is not supported")
+                raise Unusable(f"{name} requires {meaning}, {REMEDY}")
         try:
             user = _get(settings, "agent.user")
             network = _network(settings, "environment", _flag(settings, "environment.allow_internet"))

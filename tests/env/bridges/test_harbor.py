@@ -306,6 +306,23 @@ def test_unsupported_task_is_omitted_with_the_reason(tmp_path, caplog, change, r
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": SETTINGS.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')},
+        {"files": {"tests/Dockerfile": "FROM scratch"}},
+        {"settings": 'artifacts = ["/app/out"]\n' + SETTINGS},
+    ],
+)
+def test_task_with_tests_in_an_environment_of_their_own_is_left_to_harbor(tmp_path, caplog, change):
+    write_task(tmp_path / "separate", **change)
+    write_task(tmp_path / "shared")
+    assert load(str(tmp_path)).samples("train") == [{"task": "shared"}]
+    (warning,) = caplog.messages
+    assert str(tmp_path / "separate") in warning
+    assert warning.endswith("which is not supported; play this task with Harbor itself")
+
+
 @pytest.mark.parametrize("target", ["no/such/folder", "?x=1", "{}?turns=3", "{}?max_turns=0", "{}"])
 def test_target_without_task_folders_is_rejected(tmp_path, target):
     with pytest.raises(TargetError, match="harbor:"):
