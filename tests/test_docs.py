@@ -232,6 +232,26 @@ def check_make(arguments: list[str]) -> None:
             )
 
 
+def test_make_help_lists_every_target_with_its_comment() -> None:
+    commented = re.findall(r"^([a-z-]+):.*## (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [tuple(line.split(None, 1)) for line in done.stdout.splitlines()] == commented
+    assert {"setup", "train", "test", "lint", "docs", "help"} <= {target for target, _ in commented}
+
+
+def test_every_silent_installation_of_make_is_announced() -> None:
+    rules = re.findall(r"^(\S+):[^=\n]*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installing = {
+        target: recipe for target, recipe in rules if re.search(r"\$\(PIP\)|--quiet install", recipe)
+    }
+    assert {"$(VENV)/.train", "$(VLLM)/.installed"} <= installing.keys()
+    assert [t for t, recipe in installing.items() if not recipe.startswith("\t$(call INSTALLING")] == []
+    command = ["make", "--no-print-directory", "-n", "-W", "pyproject.toml", ".venv/.train"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    announced = "installing packages for .venv/.train: this takes about 3 minutes, and pip shows nothing"
+    assert announced in done.stdout
+
+
 def test_every_block_has_a_language_that_is_checked() -> None:
     assert {block.language for block in BLOCKS} <= {"python", "json", "toml", "sh", "text"}
     assert all(page.read_text().count("\n```") % 2 == 0 for page in PAGES)
