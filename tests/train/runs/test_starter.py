@@ -125,8 +125,14 @@ def test_model_with_induction_heads_continues_a_repetition_before_training(start
     assert continued > 0.3 if induction else continued < 0.1
 
 
-def test_script_creates_loadable_model(starter, tmp_path):
+def test_script_creates_loadable_model_and_announces_its_long_steps(starter, tmp_path, capsys):
     arguments = ["--output", str(tmp_path), "--traces", "20", "--steps", "2", "--induction"]
     starter.main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "the default options take about five minutes",
+        "playing 2 episodes of each expert for the tokenizer",
+    ]
+    assert "playing 20 episodes of each expert for the model" in lines
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() < 1_000_000
