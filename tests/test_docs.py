@@ -1,5 +1,6 @@
 """The README and the documentation. Every code block is run or parsed by the program that reads it."""
 
+import inspect
 import json
 import os
 import re
@@ -373,6 +374,14 @@ def test_site_has_both_modes_of_a_picture_as_images_checked_by_mkdocs() -> None:
 def test_figures_of_the_algorithms_are_current() -> None:
     for figure, draw in figures.DRAWINGS.items():
         assert (figures.FIGURES / f"{figure}.svg").read_text() == draw(), "outdated; run make docs-text"
+
+
+def test_troubleshooting_names_the_queue_of_a_full_server_in_requests_and_in_python() -> None:
+    (row,) = [r for r in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if "`server_full`" in r]
+    assert "wait_s" in OpenRequest.model_fields
+    assert "wait" in inspect.signature(agentrl_env.EnvClient.open).parameters
+    assert "`wait_s`" in row
+    assert "`wait`" in row
 
 
 def test_messages_in_troubleshooting_match_the_code() -> None:

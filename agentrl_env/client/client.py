@@ -152,7 +152,8 @@ class EnvClient:
             index: sample of the split. None picks a sample, using the seed if it is given.
             seed: seed of the episode. None derives it from the sample.
             sample: data to use instead of the dataset's.
-            wait: seconds to wait in the fair queue of a full server. 0 raises ServerFull immediately.
+            wait: seconds to wait in the fair queue of a full server. In a request this is ``wait_s``. 0
+                raises ServerFull immediately.
         """
         request = _request(task, split, index, seed, sample, wait)
         return ClientSession(self.backend, await self.backend.call(OPEN, request))
