@@ -24,8 +24,8 @@ SHARES = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 MAX_ANSWERS = 50
 MAX_BETWEEN = 1_000
 """Maximum number of entities in an intermediate set of a question."""
-LEAST_LISTED = 5
-"""Minimum number of relations of the first entity of a level 1 question. The first is never right."""
+LEAST_LISTED = 7
+"""Minimum number of relations of the entity of a level 1 question. The first is never right."""
 
 TYPES = {
     "people.person": 20_000,
@@ -332,6 +332,8 @@ def _questions(split: str, level: int) -> list[dict]:
 
 def _question(place: World, rng: random.Random, level: int, share: range) -> dict | None:
     """Draw one question. Return None if the draw gives no good question."""
+    if level == 1:
+        return _one_relation(place, rng, share)
     shape = rng.choice(SHAPES[level])
     operation, lengths = shape.rstrip("1234"), [int(digit) for digit in shape.lstrip("acdeghnortu")]
     answer = end = rng.choice(place.of_type[rng.choice(list(ATTRIBUTES if operation == "arg" else TYPES))])
@@ -343,8 +345,6 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
         end, last = step
     paths = [_path(place, rng, end, length) for length in lengths]
     if None in paths:
-        return None
-    if level == 1 and not _must_be_read(place, *paths[0]):
         return None
     anchors = sorted({anchor for anchor, _ in paths})
     if anchors[0] % 10 not in share or answer in anchors or len(anchors) < len(paths):
@@ -376,10 +376,19 @@ def _question(place: World, rng: random.Random, level: int, share: range) -> dic
     return _record(place, variable, anchors, members)
 
 
-def _must_be_read(place: World, anchor: int, path: list[str]) -> bool:
-    """Return True if an entity has many relations and the one to follow is not listed first."""
+def _one_relation(place: World, rng: random.Random, share: range) -> dict | None:
+    """Draw a question about one relation of an entity with many relations.
+
+    All listed relations except the first are equally likely. If a path were drawn backwards from its answer,
+    relations with many edges would be right most often.
+    """
+    anchor = rng.choice(place.of_type[rng.choice(list(TYPES))])
     listed = sorted(relation for relation, edges in place.edges.items() if anchor in edges)
-    return len(listed) >= LEAST_LISTED and path[0] != listed[0]
+    if anchor % 10 not in share or len(listed) < LEAST_LISTED:
+        return None
+    variable, members = _chain(place, anchor, [rng.choice(listed[1:])])
+    members = members.difference([anchor])
+    return _record(place, variable, [anchor], members) if 1 <= len(members) <= MAX_ANSWERS else None
 
 
 def _step_back(place: World, rng: random.Random, entity: int) -> tuple[int, str] | None:

@@ -100,6 +100,21 @@ def test_position_of_the_right_relation_varies_at_level_1(split):
     assert max(places.values()) < 100
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_neither_the_last_nor_the_usual_relation_is_often_right_at_level_1(split):
+    place, usual, asked = world.world(), Counter(), []
+    number = {identifier: i for i, identifier in enumerate(place.ids)}
+    for index in range(400):
+        data = question(index=index, split=split)
+        (anchor,) = (number[identifier] for identifier in data["entities"].values())
+        relation = data["actions"][1].rstrip(")").split(",")[1]
+        usual[relation] += 1
+        asked.append((sorted(name for name, edges in place.edges.items() if anchor in edges), relation))
+    order = [relation for relation, _ in usual.most_common()]
+    assert sum(relation == listed[-1] for listed, relation in asked) < 80
+    assert sum(relation == next(one for one in order if one in listed) for listed, relation in asked) < 80
+
+
 @pytest.mark.parametrize(
     ("noun", "plural"),
     [
