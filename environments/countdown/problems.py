@@ -48,10 +48,20 @@ def _problems(split: str, name: int) -> list[dict[str, object]]:
         numbers = rng.sample(range(1, level.highest + 1), level.numbers)
         target = _combine(numbers, rng)
         fits = 10 <= target <= level.target and target not in numbers
-        if fits and tenth(numbers, target) in SHARES[split]:
+        fits = fits and tenth(numbers, target) in SHARES[split]
+        # If sums were as frequent as in random expressions, the sum of all numbers would often be right.
+        if fits and is_sum(numbers, target) == (len(drawn) % 3 == 0):
             problem = {"level": name, "numbers": numbers, "target": target}
             drawn.setdefault((*sorted(numbers), target), problem)
     return list(drawn.values())
+
+
+def is_sum(numbers: list[int], target: int) -> bool:
+    """Return True if additions and subtractions alone reach the target."""
+    sums = {0}
+    for number in numbers:
+        sums = {total + part for total in sums for part in (-number, 0, number)}
+    return target in sums
 
 
 def tenth(numbers: list[int], target: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import sys
 from fractions import Fraction
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,27 @@ def test_splits_have_a_thousand_different_problems_and_share_none(level):
     assert len(drawn["test"]) == len(drawn["validation"]) == 1000
     assert not drawn["train"] & (drawn["test"] | drawn["validation"])
     assert not drawn["test"] & drawn["validation"]
+
+
+FORMS = (
+    "{0} + {1} + {2}", "{0} + {1} - {2}", "{0} - {1} - {2}", "{0} * {1} + {2}", "{0} * {1} - {2}",
+    "({0} + {1}) * {2}", "({0} - {1}) * {2}", "{0} * {1} / {2}", "{0} + {1}", "{0} - {1}", "{0} * {1}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_no_form_of_an_expression_is_often_right(split):
+    made = [problems.Problems(split, 1)[index] for index in range(1000)]
+    for form, order in product(FORMS, permutations(range(3))):
+        expressions = [form.format(*(sorted(one["numbers"])[i] for i in order)) for one in made]
+        right = [arithmetic.evaluate(e)[0] == one["target"] for e, one in zip(expressions, made, strict=True)]
+        assert sum(right) <= 150, (form, order)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_sum_of_all_numbers_is_seldom_right(level):
+    made = [problems.Problems("test", level)[index] for index in range(1000)]
+    assert sum(sum(one["numbers"]) == one["target"] for one in made) <= 60
 
 
 async def test_same_seed_gives_the_same_transcript(client):
