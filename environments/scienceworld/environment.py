@@ -11,6 +11,7 @@ MAX_ACTIONS = 300
 """Actions of an episode. A sample can have fewer."""
 LEVELS = (1, 2, 3)
 LONGEST_ACTION = 200
+MEASURE = "\nMeasure before you answer. An answer fails without these steps: {}."
 UNKNOWN = "No known action matches that input."
 """The simulator's answer to an invalid action."""
 
@@ -42,7 +43,8 @@ class Scienceworld(Environment):
         self.data = dict(sample.data)
         seen = self._begin()
         actions = "\n".join(str(one) for one in self.simulator.call("getPossibleActions"))
-        return f"{self.simulator.call('getTaskDescription')}\n\n{seen.text}\n\nACTIONS:\n{actions}"
+        rule = MEASURE.format(", ".join(self.measurements)) if self.measurements else ""
+        return f"{self.simulator.call('getTaskDescription')}{rule}\n\n{seen.text}\n\nACTIONS:\n{actions}"
 
     @tool
     def take_action(self, action: str):
@@ -55,7 +57,7 @@ class Scienceworld(Environment):
         if len(action) > LONGEST_ACTION or not action.isprintable():
             raise ToolError(f"An action is one line of at most {LONGEST_ACTION} characters.")
         self.taken.append(action)
-        seen = self.simulator.step(action)
+        seen = self._step(action)
         known = not seen.text.startswith(UNKNOWN)
         self.invalid += not known
         # A score below zero means a fatal mistake, which forfeits all points.
@@ -97,11 +99,21 @@ class Scienceworld(Environment):
         action = gold[position] if position < len(gold) else "wait1"
         return Message.assistant(None, ToolCall.of("take_action", action=action))
 
+    def _step(self, action):
+        """Take an action. An answer without the measurements is a fatal mistake."""
+        seen = self.simulator.step(action)
+        reached = self.simulator.reached() if self.measurements and seen.completed else self.measurements
+        missing = ", ".join(name for name in self.measurements if name not in reached)
+        if seen.score < 0 or not missing:
+            return seen
+        return seen._replace(text=f"{seen.text}\n\nThe answer fails without: {missing}.", score=-1.0)
+
     def _begin(self):
         if self.simulator is None:
             self.simulator = self.simulators.open()
         self.taken, self.invalid, self.points = [], 0, 0.0
         self.limit = self.data.get("actions", MAX_ACTIONS)
+        self.measurements = self.data.get("measurements", [])
         return self.simulator.load(*self._problem())
 
     def _problem(self):

@@ -92,6 +92,11 @@ class Simulator:
     def step(self, action: str) -> Seen:
         return self._seen(self.call("step", action))
 
+    def reached(self) -> set[str]:
+        """Return the names of the subgoals that have been reached."""
+        rows = (line.split("\t") for line in str(self.call("getGoalProgressStr")).splitlines())
+        return {row[3].strip() for row in rows if len(row) == 4 and row[1] == "true"}
+
     def call(self, name: str, *arguments):
         """Call a method of the simulator's interface for Python."""
         from py4j.protocol import Py4JError

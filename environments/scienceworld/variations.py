@@ -55,6 +55,24 @@ SHORT = (
 """Tasks with a gold path of about 25 actions or fewer with all simplifications."""
 UNSOLVED = {("test-conductivity", variation) for variation in range(375, 450, 3)}
 """Training problems without a working gold path, because it confuses two metal pots."""
+ON_SUBSTANCE = ("use thermometer on substance",)
+ON_PLANES = ("move block to plane 1", "move block to plane 2")
+MEASUREMENTS = {
+    "inclined-plane-determine-angle": ON_PLANES,
+    "inclined-plane-friction-named-surfaces": ON_PLANES,
+    "inclined-plane-friction-unnamed-surfaces": ON_PLANES,
+    "measure-melting-point-known-substance": ON_SUBSTANCE,
+    "measure-melting-point-unknown-substance": ON_SUBSTANCE,
+    "test-conductivity-of-unknown-substances": (
+        "task object is at least partially connected to power source through wire",
+    ),
+    "use-thermometer": ("use instrument on object",),
+}
+"""Task with two answers -> the subgoals that measure. Without them, a guess would be right half of the time.
+
+Some gold paths of test-conductivity do not measure. The experiments of mendelian-genetics are too long to
+verify that all of its gold paths reach one subgoal.
+"""
 ACTIONS = {1: 60, 2: 300, 3: 300}
 """Actions of an episode of each level."""
 ELECTRICAL = ("power-component", "test-conductivity")
@@ -97,6 +115,7 @@ def problems(split: str, level: int) -> list[dict]:
             "variation": variation,
             "simplifications": simplifications(task, level),
             "actions": ACTIONS[level],
+            "measurements": list(MEASUREMENTS.get(task, ())),
         }
         for _, task, variation in sorted(found)
     ]

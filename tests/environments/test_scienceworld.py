@@ -252,6 +252,42 @@ async def test_focus_on_the_wrong_thing_forfeits_all_points(client):
     assert total + result.reward == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("box", ["yellow", "purple"])
+async def test_box_without_a_measurement_fails(client, box):
+    sample = next(one for one in variations.problems("test", 1) if one["task"] == "use-thermometer")
+    session = await client.open("scienceworld", sample=sample)
+    assert "An answer fails without these steps: use instrument on object." in session.messages[0].content
+    guess = ("pick up thermometer", "focus on thermometer in inventory", "teleport to bathroom")
+    guess += ("pick up unknown substance B", "focus on unknown substance B in inventory")
+    guess += (f"move unknown substance B in inventory to {box} box",)
+    results = [await session.step(act(action)) for action in ("teleport to kitchen", *guess)]
+    assert results[-1].terminated
+    assert sum(result.reward for result in results) == pytest.approx(0.0)
+    assert results[-1].metrics["success"] == 0.0
+
+
+async def test_official_score_of_an_own_sample_needs_no_measurement(client):
+    sample = {"task": "use-thermometer", "variation": 405, "simplifications": "easy"}
+    sessions = [await client.open("scienceworld", sample=sample) for _ in range(2)]
+    guess = ("teleport to kitchen", "pick up thermometer", "focus on thermometer in inventory")
+    guess += ("teleport to bathroom", "pick up unknown substance B")
+    guess += ("focus on unknown substance B in inventory",)
+    won = []
+    for session, box in zip(sessions, ("yellow", "purple"), strict=True):
+        actions = (*guess, f"move unknown substance B in inventory to {box} box")
+        results = [await session.step(act(action)) for action in actions]
+        won.append(results[-1].metrics["success"])
+    assert won == [0.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted(variations.MEASUREMENTS))
+async def test_gold_path_measures_before_it_answers(client, task):
+    chosen = [one for one in variations.problems("test", 2) if one["task"] == task][:12]
+    for sample in chosen:
+        assert (await play(await client.open("scienceworld", sample=sample)))[2]["success"] == 1.0
+
+
 async def test_session_does_not_reveal_the_gold_path(client):
     session = await client.open("scienceworld", sample=ANIMAL)
     told = session.messages[0].content
