@@ -70,8 +70,7 @@ MEASUREMENTS = {
 }
 """Task with two answers -> the subgoals that measure. Without them, a guess would be right half of the time.
 
-Some gold paths of test-conductivity do not measure. The experiments of mendelian-genetics are too long to
-verify that all of its gold paths reach one subgoal.
+Some gold paths of test-conductivity do not measure, and those of mendelian-genetics are too long to try all.
 """
 ACTIONS = {1: 60, 2: 300, 3: 300}
 """Actions of an episode of each level."""
