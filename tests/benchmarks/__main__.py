@@ -61,7 +61,7 @@ def main() -> None:
             case "trl":
                 from tests.benchmarks import trl
 
-                trl.run(device=device, quick=chosen.quick)
+                trl.run(device=device, quick=chosen.quick, model=chosen.model)
             case "vllm":
                 from tests.benchmarks import vllm
 

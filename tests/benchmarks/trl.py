@@ -6,6 +6,9 @@ clipping at 0.2 and 0.28, means over sequences, AdamW with the same learning rat
 the same number of threads. TRL samples with Hugging Face ``generate``. They take turns seed by seed, so that
 other load affects both.
 
+A stored model (``--model``) learns the same task with the learning rate and the syntax of calls of
+examples/real/smollm2-135m.toml, in bfloat16 on both sides if the processor multiplies it faster.
+
 On a GPU the models have random weights and the shapes of Qwen3, completions have 256 tokens, and both sample
 with vLLM on the training GPU: TRL with "colocate", we with the layouts "colocated" (synchronous) and
 "shared".
@@ -24,23 +27,44 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from agentrl_train.config import load_config
+from agentrl_train.models.sources import local_model
+from tests.benchmarks.learner import ceiling
 from tests.benchmarks.shapes import save_model, sizes
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "examples/quickstart/train.toml"
-MODEL = ROOT / "examples/quickstart/starter"
 TASK = Path(__file__).with_name("trl_task.py")
-GROUPS, GROUP_SIZE, LEARNING_RATE = 8, 8, 7e-4
+GROUP_SIZE = 8
 THREADS = 2
-NEW_TOKENS = {"cpu": 48, "cuda": 256}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What both trainers train, and how."""
+
+    model: Path
+    config: Path = ROOT / "examples/quickstart/train.toml"
+    device: str = "cpu"
+    new_tokens: int = 48
+    learning_rate: float = 7e-4
+    max_grad_norm: float = 0.1
+    bfloat16: bool = False
+    tool_parser: str | None = None
+    steps: int = 30
+    groups: int = 8
+    micro_batch: int = 64
+    """TRL's sequences in memory at a time."""
+
+
+QUICKSTART = Setting(model=ROOT / "examples/quickstart/starter")
 ON_GPU = (
     "engine.kind=vllm",
     "engine.device=cuda",
@@ -57,14 +81,13 @@ SETTINGS = (
     "metrics.trajectories=0",
     "metrics.trace=false",
     "checkpoint.every=1000",
-    f"rollout.groups_per_step={GROUPS}",
     f"rollout.group_size={GROUP_SIZE}",
     "rollout.window=1",
     "rollout.stale.fraction=0.0",
     "algorithm.normalization=none",
     "algorithm.penalties.invalid_call=0.0",
-    f"train.learning_rate={LEARNING_RATE}",
     "train.warmup_steps=3",
+    "train.betas=[0.9, 0.99]",
     "train.decay.to=1.0",
     "train.minibatches=1",
     "algorithm.region.dual=0.0",
@@ -72,44 +95,53 @@ SETTINGS = (
 Step = Mapping[str, float]
 
 
-def trl(model: Path, *, device: str, seed: int, steps: int, threads: int) -> list[Step]:
+def trl(setting: Setting, *, seed: int, steps: int) -> list[Step]:
     """Run TRL and return each step's success, sampled tokens and seconds."""
-    options = {
-        "model": model,
-        "device": device,
-        "tokens": NEW_TOKENS[device],
+    options: dict[str, object] = {
+        "model": setting.model,
+        "device": setting.device,
+        "tokens": setting.new_tokens,
         "steps": steps,
-        "groups": GROUPS,
+        "groups": setting.groups,
+        "micro-batch": setting.micro_batch,
         "seed": seed,
-        "threads": threads,
-        "learning-rate": LEARNING_RATE,
+        "threads": THREADS,
+        "learning-rate": setting.learning_rate,
+        "max-grad-norm": setting.max_grad_norm,
     }
-    command = [sys.executable, "-m", "tests.benchmarks.trl_player"]
+    if setting.tool_parser is not None:
+        options["tool-parser"] = setting.tool_parser
+    command = [sys.executable, "-m", "tests.benchmarks.trl_player", *(["--bf16"] if setting.bfloat16 else [])]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"success"')]
 
 
-def ours(model: Path, *, device: str, staleness: int, seed: int, steps: int, threads: int) -> list[Step]:
+def ours(setting: Setting, *, staleness: int, seed: int, steps: int) -> list[Step]:
     """Run our trainer. Return the same measurements and the idle shares."""
+    on_gpu = setting.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
-            f"environments=[{{serve=['{TASK}:{'Parity' if device == 'cuda' else 'FirstPick'}']}}]",
+            f"environments=[{{serve=['{TASK}:{'Parity' if on_gpu else 'FirstPick'}']}}]",
+            "run.name=ours",
             f"run.folder={folder}",
             f"run.steps={steps}",
             f"run.seed={seed}",
-            f"run.threads={threads}",
+            f"run.threads={THREADS}",
+            f"rollout.groups_per_step={setting.groups}",
             f"rollout.max_staleness={staleness}",
-            f"model.path={model}",
-            f"engine.max_new_tokens={NEW_TOKENS[device]}",
+            f"model.path={setting.model}",
+            f"engine.max_new_tokens={setting.new_tokens}",
+            f"train.learning_rate={setting.learning_rate}",
+            f"train.max_grad_norm={setting.max_grad_norm}",
         ]
-        if device == "cuda":
+        if on_gpu:
             options += [*ON_GPU, f"placement.layout={'shared' if staleness else 'colocated'}"]
-        command = [sys.executable, "-m", "agentrl_train", "run", str(CONFIG)]
+        command = [sys.executable, "-m", "agentrl_train", "run", str(setting.config)]
         command += [part for option in options for part in ("--set", option)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-        lines = (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()
+        lines = (Path(folder) / "ours" / "metrics.jsonl").read_text().splitlines()
     return [
         {
             "success": record["tasks"]["shop"]["success"],
@@ -134,37 +166,62 @@ def idle(steps: Sequence[Step], who: str) -> float:
     return sum(step[f"{who}_idle"] * step["seconds"] for step in steps[1:]) / seconds
 
 
-def run(*, device: str, quick: bool) -> None:
+def run(*, device: str, quick: bool, model: str | None = None) -> None:
     """Print a table for each model."""
-    if device == "cpu":
-        Console(width=120).print(_table(_runs(MODEL, device=device, quick=quick), title="the quick start"))
-        return
-    for size in sizes(device):
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(size, folder, device=device)
-            torch.cuda.empty_cache()
-            runs = _runs(Path(folder), device=device, quick=quick)
-            Console(width=120).print(_table(runs, title=f"{size} on {torch.cuda.get_device_name()}"))
+    if model is not None:
+        _print(stored(model), title=model, quick=quick)
+    elif device == "cpu":
+        _print(QUICKSTART, title="the quick start", quick=quick)
+    else:
+        for size in sizes(device):
+            with tempfile.TemporaryDirectory() as folder:
+                save_model(size, folder, device=device)
+                torch.cuda.empty_cache()
+                setting = replace(QUICKSTART, model=Path(folder), device=device, new_tokens=256)
+                _print(setting, title=f"{size} on {torch.cuda.get_device_name()}", quick=quick)
 
 
-def _runs(model: Path, *, device: str, quick: bool) -> dict[str, list[list[Step]]]:
-    seeds = 1 if quick or device == "cuda" else 3
+def stored(name: str) -> Setting:
+    """Return the setting of a stored model."""
+    path = ROOT / "examples/real/smollm2-135m.toml"
+    config = load_config(path)
+    rates = {dtype: ceiling("cpu", getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    return Setting(
+        model=Path(local_model(name)).absolute(),
+        config=path,
+        learning_rate=config.train.learning_rate,
+        max_grad_norm=config.train.max_grad_norm,
+        bfloat16=rates["bfloat16"] > rates["float32"],
+        tool_parser=config.model.tool_parser,
+        steps=20,
+        groups=4,
+        micro_batch=8,
+    )
+
+
+def _runs(setting: Setting, *, quick: bool) -> dict[str, list[list[Step]]]:
+    seeds = 1 if quick or setting.device == "cuda" else 3
+    steps = 8 if quick else setting.steps
     runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
     for seed in range(seeds):
-        options: dict[str, Any] = {"device": device, "seed": seed, "threads": THREADS}
-        options["steps"] = 8 if quick else 30
-        runs["TRL"].append(trl(model, **options))
+        runs["TRL"].append(trl(setting, seed=seed, steps=steps))
         for name, staleness in (("synchronous", 0), ("staleness 1", 1)):
-            runs[name].append(ours(model, staleness=staleness, **options))
+            runs[name].append(ours(setting, staleness=staleness, seed=seed, steps=steps))
     return runs
 
 
-def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, title: str) -> Table:
-    steps, seeds = len(runs["TRL"][0]), len(runs["TRL"])
-    table = Table(
-        title=f"GRPO, {title}, {steps} steps of {GROUPS * GROUP_SIZE} episodes, {seeds} seeds, "
+def _print(setting: Setting, *, title: str, quick: bool) -> None:
+    runs = _runs(setting, quick=quick)
+    about = (
+        f"{len(runs['TRL'][0])} steps of {setting.groups * GROUP_SIZE} episodes, {len(runs['TRL'])} seeds, "
         f"{THREADS} threads of {os.cpu_count()} processors"
     )
+    Console(width=120).print(_table(runs, title=f"GRPO, {title}, {about}"))
+
+
+def _table(runs: Mapping[str, Sequence[Sequence[Step]]], *, title: str) -> Table:
+    steps = len(runs["TRL"][0])
+    table = Table(title=title)
     headings = "trainer", "tokens/s", "ratio", "of ceiling", "tokens/CPU s", "ratio"
     for heading in (*headings, "1st quarter", "2nd", "3rd", "last", "seconds"):
         table.add_column(heading, justify="right")

@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,15 +18,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from agentrl_env.client import EnvClient
-from agentrl_env.types import TaskSample
+from agentrl_env.types import TaskSample, ToolSpec
 from agentrl_train.chat import ChatFormat
 from tests.benchmarks.trl_task import FirstPick, parity, reward
 
 GROUP_SIZE = 8
 
 
-async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str, str]]:
-    """Return prompts that encode to our actor's tokens, and the right answers."""
+async def prompts(
+    chat: ChatFormat, number: int, *, seed: int
+) -> tuple[Sequence[ToolSpec], list[dict[str, str]]]:
+    """Return the tools, and prompts that encode to our actor's tokens with the right answers."""
     rows, tokenizer = [], chat.tokenizer
     async with EnvClient.local(FirstPick) as client:
         tools = (await client.open("shop", index=0)).tools
@@ -37,7 +40,7 @@ async def prompts(chat: ChatFormat, number: int, *, seed: int) -> list[dict[str,
         text = str(tokenizer.decode(ids, skip_special_tokens=False))
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
         rows.append({"prompt": text, "right": environment.right})
-    return rows
+    return tools, rows
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
@@ -69,14 +72,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--max-grad-norm", type=float, required=True)
+    parser.add_argument("--tool-parser")
+    parser.add_argument("--bf16", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
-    rows = asyncio.run(prompts(ChatFormat(tokenizer), chosen.steps * chosen.groups, seed=1000 * chosen.seed))
-    rate = parity if chosen.device == "cuda" else reward  # the only reward that random weights can earn
+    chat = ChatFormat(tokenizer, tool_parser=chosen.tool_parser)
+    tools, rows = asyncio.run(prompts(chat, chosen.steps * chosen.groups, seed=1000 * chosen.seed))
+
+    def rate(text: str, right: str) -> float:
+        if chosen.device == "cuda":
+            return parity(text)  # the only reward that random weights can earn
+        return reward(chat.parse_text(text, turn=0, tools=tools).message, right)
+
     on_gpu = {
         "bf16": True,
         "gradient_checkpointing": True,
@@ -84,7 +97,7 @@ def main() -> None:
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.3,
     }
-    on_cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    on_cpu = {"use_cpu": True, "bf16": chosen.bf16, "gradient_checkpointing": False}
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -95,7 +108,8 @@ def main() -> None:
             disable_tqdm=True,
             seed=chosen.seed,
             max_steps=chosen.steps,
-            per_device_train_batch_size=chosen.groups * GROUP_SIZE,
+            per_device_train_batch_size=chosen.micro_batch,
+            gradient_accumulation_steps=chosen.groups * GROUP_SIZE // chosen.micro_batch,
             num_generations=GROUP_SIZE,
             max_completion_length=chosen.tokens,
             temperature=1.0,
@@ -103,7 +117,7 @@ def main() -> None:
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=3,
             adam_beta2=0.99,
-            max_grad_norm=0.1,
+            max_grad_norm=chosen.max_grad_norm,
             beta=0.0,
             epsilon=0.2,
             epsilon_high=0.28,

@@ -1,19 +1,15 @@
 """A one-turn decision in the shop after the search: the seller to view.
 
 TRL's loop ends an episode when the model stops calling tools, and an environment cannot end it. A one-turn
-task
-is equal on both sides: the same prompt tokens, one completion, one reward.
+task is equal on both sides: the same prompt tokens, one completion, one reward.
 """
 
 from __future__ import annotations
 
 import json
-import re
 
 from agentrl_env import Done, Message, ToolCall, tool
 from environments.shop.environment import Shop
-
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class FirstPick(Shop):
@@ -58,12 +54,15 @@ def parity(text: str, right: str = "") -> float:
     return float(len(text) % 2)
 
 
-def reward(text: str, right: str) -> float:
+def reward(message: Message, right: str) -> float:
     """Return the reward of ``FirstPick`` for a completion: 1 if the first call names the right seller."""
-    found = _CALL.search(text)
+    called = [call.function for call in message.tool_calls][:1]
     try:
-        call = json.loads(found.group(1)) if found else {}
-        named = call["arguments"] if call.get("name") in ("view", "buy") else {}
-        return float(named == {"seller": right})
-    except (ValueError, KeyError, AttributeError):
+        return float(
+            any(
+                one.name in ("view", "buy") and json.loads(one.arguments) == {"seller": right}
+                for one in called
+            )
+        )
+    except ValueError:
         return 0.0

@@ -87,12 +87,20 @@ async def test_gold_path_solves_and_a_seed_gives_one_transcript_in_new_and_used_
     assert played[0] == played[1] == played[2]
 
 
+async def gold_reward(session):
+    """Play the gold path and return its reward. Some gold paths have actions that the simulator rejects."""
+    reward = 0.0
+    while not session.status.final:
+        reward += (await session.step(await session.expert())).reward
+    return reward
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["", "-2", "-3"])
 async def test_gold_path_solves_held_out_variations(client, level):
     for index in range(60):
-        _, reward, _ = await play(await client.open("scienceworld", split="test" + level, index=index))
-        assert reward == pytest.approx(1.0)
+        session = await client.open("scienceworld", split="test" + level, index=index)
+        assert await gold_reward(session) == pytest.approx(1.0)
 
 
 @pytest.mark.extended
@@ -101,11 +109,7 @@ async def test_problems_that_the_gold_path_fails_are_omitted(client):
     assert not played & variations.UNSOLVED
     sample = {"task": "test-conductivity", "variation": 375}
     sample["simplifications"] = variations.simplifications("test-conductivity", 1)
-    session = await client.open("scienceworld", sample=sample)
-    reward = 0.0
-    while not session.status.final:
-        reward += (await session.step(await session.expert())).reward
-    assert reward < 1.0
+    assert await gold_reward(await client.open("scienceworld", sample=sample)) < 1.0
 
 
 @pytest.mark.slow
@@ -285,7 +289,7 @@ async def test_official_score_of_an_own_sample_needs_no_measurement(client):
 async def test_gold_path_measures_before_it_answers(client, task):
     chosen = [one for one in variations.problems("test", 2) if one["task"] == task][:12]
     for sample in chosen:
-        assert (await play(await client.open("scienceworld", sample=sample)))[2]["success"] == 1.0
+        assert await gold_reward(await client.open("scienceworld", sample=sample)) == pytest.approx(1.0)
 
 
 async def test_session_does_not_reveal_the_gold_path(client):

@@ -25,6 +25,8 @@ from tests.benchmarks.paper.policy import small_tokenizer, write_policy
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "tests/benchmarks/paper"
+ONE_POLICY = ("starter_tasks", "long_credit", "workers")
+"""Sweeps with five seeds and one initial policy."""
 MEASURED = sorted(path.stem for path in EVIDENCE.glob("*.json"))
 
 
@@ -32,13 +34,13 @@ MEASURED = sorted(path.stem for path in EVIDENCE.glob("*.json"))
 def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the sweeps with the policy, which ``make paper`` writes first."""
     root = tmp_path_factory.mktemp("checkout")
-    write_policy(root / "runs/paper/policy")
     for seed in range(POLICIES):
-        (root / f"runs/paper/policies/{seed}").mkdir(parents=True)
+        write_policy(root / f"runs/paper/policies/{seed}", seed=seed)
+        (root / f"runs/paper/imitations/{seed}").mkdir(parents=True)
+        for half in ("front", "back"):
+            specialist = root / f"runs/paper/specialists/{half}/seed-{seed}"
+            (specialist / "checkpoints/step_000036/model").mkdir(parents=True)
     (root / "runs/paper/rooms").mkdir()
-    for half in ("front", "back"):
-        (root / f"runs/paper/specialists/{half}/seed-0/checkpoints/step_000036/model").mkdir(parents=True)
-    (root / "runs/paper/imitation").mkdir()
     (root / "examples").mkdir()
     for folder in ("environments", "examples/quickstart"):
         (root / folder).symlink_to(ROOT / folder)
@@ -47,10 +49,12 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*TITLES, *REAL])
-def test_sweep_of_the_paper_is_valid_and_has_its_seeds(name: str, paper: Path) -> None:
+def test_sweep_of_the_paper_is_valid_and_has_its_seeds_and_policies(name: str, paper: Path) -> None:
     sweep = load_sweep(paper / f"{name}.toml", cores=2)
     assert sweep.config.name == name
-    assert len(sweep.config.seeds) == (3 if name in REAL else POLICIES if name == "lengths" else 5)
+    seeds = 5 if name in ONE_POLICY else 3 if name in REAL else POLICIES
+    assert len(sweep.config.seeds) == seeds
+    assert len({run.config.model.path for run in sweep.runs}) == (1 if name in ONE_POLICY else seeds)
 
 
 @pytest.mark.extended
@@ -63,7 +67,8 @@ def test_run_of_the_paper_repeats_its_finding(paper: Path) -> None:
     begin, _, _ = text.partition("[variants.none]")
     _, _, chosen = text.partition("[variants.task]")
     one = paper / "one.toml"
-    one.write_text(begin.replace("seeds = [0, 1, 2, 3, 4]", "seeds = [0]") + "[variants.task]" + chosen)
+    begin = re.sub(r"^seeds = .*$", "seeds = [0]", begin, flags=re.MULTILINE)
+    one.write_text(begin + "[variants.task]" + chosen)
     command = [sys.executable, "-m", "agentrl_train", "sweep", str(one)]
     done = subprocess.run(command, cwd=paper.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ TITLES = {
 REAL = {"real": "SmolLM2-135M: household, recipes and database"}
 """The same for sweeps with a language model of 135 million parameters."""
 POLICIES = 10
-"""Initial policies of sweeps with a separate policy for every seed."""
+"""Initial policies of the small tasks, one for every seed."""
 BEFORE = {"two_policies": ["specialists"]}
 """Sweeps that train the models of another sweep."""
 KEPT = ("name", "final", "tasks", "difference", "samples", "wall_s", "processor_s")
@@ -75,6 +76,14 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def imitate(seeds: Sequence[int]) -> None:
+    """Write a policy for every seed that imitates the experts, as ``make real`` does, if they are missing."""
+    for seed in seeds:
+        folder = ROOT / f"runs/paper/imitations/{seed}"
+        if not folder.exists():
+            sft(load_config(ROOT / "examples/real/smollm2-135m.toml", [f"run.seed={seed}"]), output=folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named sweeps, or all. Return the exit status of the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,13 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="runs at a time")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
-    write_policy(ROOT / "runs/paper/policy")
     for seed in range(POLICIES):
         write_policy(ROOT / f"runs/paper/policies/{seed}", seed=seed)
-    if "real" in options.names and not (imitation := ROOT / "runs/paper/imitation").exists():
-        config = load_config(ROOT / "examples/real/smollm2-135m.toml")
-        sft(config, output=imitation)
     for name in options.names or TITLES:
+        if name in REAL:
+            imitate(tomllib.loads((HERE / f"{name}.toml").read_text())["seeds"])
         if name == "workers":
             write_reader(ROOT / "runs/paper/rooms")
         for one in (*BEFORE.get(name, ()), name):
