@@ -38,8 +38,8 @@ TITLES = {
     "horizon": "Three doors, back to the first after a mistake",
     "multi_task": "Three tasks: one policy, and three specialists",
     "starter_tasks": "Household, shop and database: one policy, and three specialists",
-    "two_policies": "Four choices, two policies that know two each",
-    "cross_policy": "Two choices, with and without an older policy",
+    "two_policies": "Four choices, two policies for two each",
+    "cross_policy": "Two choices, with an older policy",
 }
 """Titles of the figures by sweep, in the order of the page."""
 REAL = {"real": "SmolLM2-135M: household, recipes and database"}
