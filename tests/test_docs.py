@@ -235,7 +235,8 @@ def check_make(arguments: list[str]) -> None:
 
 def test_make_help_lists_every_target_with_its_comment() -> None:
     commented = re.findall(r"^([a-z-]+):.*## (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [tuple(line.split(None, 1)) for line in done.stdout.splitlines()] == commented
     assert {"setup", "train", "test", "lint", "docs", "help"} <= {target for target, _ in commented}
 
