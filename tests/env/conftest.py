@@ -8,7 +8,11 @@ import pytest
 import uvicorn.server
 
 from agentrl_env.hosting.serve import EnvServer
+from agentrl_env.server.limits import Limits
 from tests.env.tasks import Quick, Slow
+
+UNHURRIED = Limits(loop_share=1.0)
+"""On a busy machine, agents seem to block the event loop."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,7 +39,9 @@ async def serving():
     async with AsyncExitStack() as stack:
 
         async def start(*environments, **options):
-            server = EnvServer(environments or (Quick,), **{"port": 0, "drain_s": 0.0, **options})
+            server = EnvServer(
+                environments or (Quick,), **{"port": 0, "drain_s": 0.0, "limits": UNHURRIED, **options}
+            )
             await server.start()
             stack.push_async_callback(server.stop)
             return server

@@ -20,12 +20,12 @@ from agentrl_env.server.auth import AgentTokens
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.middleware import route_of
 from agentrl_env.wire import INFO, SessionRequest
+from tests.env.conftest import UNHURRIED
 from tests.env.session.test_fork import Walk
 from tests.env.tasks import Quick, until
 
 TOKEN = "sesam"
 NOTE = Message.assistant(None, ToolCall.of("note", text="x"))
-UNHURRIED = Limits(loop_share=1.0)  # on a busy machine, agents seem to block the event loop
 
 
 @pytest.fixture(params=["server", "controller"])
