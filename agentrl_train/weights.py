@@ -213,6 +213,10 @@ class Publisher:
         self.drift = Drift()
         """Difference measured by the canary after the last push."""
 
+    def is_refresh(self, version: int) -> bool:
+        """Return True if the stale policy is refreshed at this version."""
+        return version in self.refreshes([version])
+
     def refreshes(self, versions: Iterable[int]) -> set[int]:
         """Return the versions of the stale policy's weights at these versions of the current policy."""
         interval = self._stale_interval
@@ -232,8 +236,8 @@ class Publisher:
         if first is not None:
             require_same_parameters(first.weights, weights)
             self._sync.publish(first.weights, policy_version=first.version, policies=("stale",))
-        due = policy_version in self.refreshes([policy_version])
-        stale = due or (everywhere and self._stale_interval and first is None)
+        begins = everywhere and first is None and self._stale_interval > 0
+        stale = begins or self.is_refresh(policy_version)
         policies = ("current", "stale") if stale else ("current",)
         self._sync.publish(weights, policy_version=policy_version, policies=policies)
         if self._canary is not None:

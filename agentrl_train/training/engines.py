@@ -235,7 +235,8 @@ def make_publisher(
 def saved_weights(checkpoints: Path, version: int, *, interval: int, dtype: str) -> StaleWeights | None:
     """Return the weights that the stale policy has at a version, from the checkpoint of its last refresh.
 
-    None means the current weights: the policy is refreshed at this version, or there is no such checkpoint.
+    Return None if the policy is refreshed at this version, or if the checkpoint is missing or damaged. The
+    stale policy then has the current weights.
     """
     refresh = last_refresh(version, interval=interval)
     if refresh == version:

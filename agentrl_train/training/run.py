@@ -331,7 +331,7 @@ class Run:
             # checkpoint begins, and at most two intervals of groups are drawn until then.
             mixer.rebalance(after=2 * self._checkpoints.every * len(step.groups))
             await self._checkpoint(step=number)
-        if number in self._policy.publisher.refreshes([number]):
+        if self._policy.publisher.is_refresh(number):
             await self._checkpoint(step=number)  # has the weights of the stale policy
         if self._due(number, self._held_out.every):
             await self._evaluate_step(number)

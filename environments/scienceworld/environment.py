@@ -102,9 +102,11 @@ class Scienceworld(Environment):
     def _step(self, action):
         """Take an action. An answer without the measurements is a fatal mistake."""
         seen = self.simulator.step(action)
-        reached = self.simulator.reached() if self.measurements and seen.completed else self.measurements
+        if not self.measurements or not seen.completed or seen.score < 0:
+            return seen
+        reached = self.simulator.reached()
         missing = ", ".join(name for name in self.measurements if name not in reached)
-        if seen.score < 0 or not missing:
+        if not missing:
             return seen
         return seen._replace(text=f"{seen.text}\n\nThe answer fails without: {missing}.", score=-1.0)
 

@@ -70,7 +70,8 @@ MEASUREMENTS = {
 }
 """Task with two answers -> the subgoals that measure. Without them, a guess would be right half of the time.
 
-Some gold paths of test-conductivity do not measure, and those of mendelian-genetics are too long to try all.
+Two such tasks are omitted: some gold paths of test-conductivity do not measure, and mendelian-genetics has
+long gold paths that were not all checked.
 """
 ACTIONS = {1: 60, 2: 300, 3: 300}
 """Actions of an episode of each level."""

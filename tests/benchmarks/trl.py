@@ -138,6 +138,8 @@ def ours(setting: Setting, *, staleness: int, seed: int, steps: int) -> list[Ste
         ]
         if on_gpu:
             options += [*ON_GPU, f"placement.layout={'shared' if staleness else 'colocated'}"]
+        else:
+            options.append(f"train.precision={'bfloat16' if setting.bfloat16 else 'float32'}")
         command = [sys.executable, "-m", "agentrl_train", "run", str(setting.config)]
         command += [part for option in options for part in ("--set", option)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
