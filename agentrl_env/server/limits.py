@@ -28,6 +28,8 @@ HOLD_S = 0.02
 """Shorter periods on the event loop are not charged."""
 HOLD_BURST_S = 0.5
 """Seconds of event loop time that an agent may use in a burst."""
+DELAY_S = 0.005
+"""The waiting time of the event loop's thread is read at most this often."""
 RECEIVE_S = 4e-9
 """Seconds of event loop time that are charged for each byte of a large request."""
 PAUSE_S = 0.5
@@ -69,8 +71,9 @@ class Limits(BaseModel):
         max_connections: an agent's requests in progress and WebSockets. An address may have 16 times as many
             connections, and its idle connections are closed before a new one is refused.
         loop_share: fraction of the event loop's time that an agent may use, in bursts of up to 0.5 s. Only
-            periods over 20 ms count. An address may use 16 times as much. From 1, it is unlimited. Receiving
-            1 MB in requests over 64 KiB counts as 4 ms.
+            periods over 20 ms count, without the time that the process waits for a processor (on Linux). An
+            address may use 16 times as much. From 1, it is unlimited. Receiving 1 MB in requests over 64 KiB
+            counts as 4 ms.
         max_history_bytes: size of the turns that a session keeps for repeated requests and transcripts. The
             last two turns are always kept.
     """
@@ -209,6 +212,15 @@ class Rates:
         return wait
 
 
+def processor_delay() -> float:
+    """Return the seconds for which this thread has waited for a processor. 0 if the system does not count."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 class Budget:
     """The budget of one caller: counts the resources that it uses now, and refuses more than its limits.
 
@@ -301,19 +313,19 @@ class Budget:
     @coroutine
     def timed(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
         """Run a coroutine and charge the caller for the long periods in which it occupies the event loop."""
-        clock, steps = self._budgets.clock, cast(Coroutine[Any, Any, T], work)
+        steps = cast(Coroutine[Any, Any, T], work)
         value: Any = None
         error: BaseException | None = None
         while True:
-            begin = clock()
+            begin = self._budgets.begin()
             try:
                 awaited = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as end:
                 result: T = end.value
                 return result
             finally:
-                if clock() - begin > HOLD_S:
-                    self.charge(clock() - begin)
+                if (seconds := self._budgets.occupied(begin)) > HOLD_S:
+                    self.charge(seconds)
             try:
                 value, error = (yield awaited), None
             except BaseException as thrown:
@@ -339,14 +351,23 @@ class Budgets:
         limits: limits of one caller.
         metrics: counts the used resources and the refusals.
         clock: returns the monotonic time in seconds.
+        delay: returns the seconds for which the thread has waited for a processor.
     """
 
     def __init__(
-        self, limits: Limits, metrics: Metrics, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        delay: Callable[[], float] = processor_delay,
     ) -> None:
         self.limits = limits
         self.metrics = metrics
         self.clock = clock
+        self._delay = delay
+        self._read_at = -DELAY_S
+        self._delayed = 0.0
         self.turns = asyncio.Lock()
         factors = (OPERATOR_FACTOR, 1)
         # Indexed by ``agent``. At least one request is always allowed.
@@ -372,3 +393,15 @@ class Budgets:
                 self._of = {name: budget for name, budget in self._of.items() if not budget.idle}
             budget = self._of[name] = Budget(self, session_id is not None)
         return budget
+
+    def begin(self) -> float:
+        """Return the time at which a period on the event loop begins."""
+        now = self.clock()
+        if now - self._read_at >= DELAY_S:
+            self._read_at, self._delayed = now, self._delay()
+        return now
+
+    def occupied(self, begin: float) -> float:
+        """Return the seconds since ``begin``, without those in which the thread waited for a processor."""
+        seconds = self.clock() - begin
+        return seconds if seconds <= HOLD_S else seconds - (self._delay() - self._delayed)

@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -447,6 +451,51 @@ async def test_stretches_of_loop_time_are_charged_and_results_errors_and_cancels
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+
+
+def _counts_waiting() -> bool:
+    try:
+        return Path("/proc/thread-self/schedstat").read_text() != "0 0 0\n"
+    except OSError:
+        return False
+
+
+async def test_time_spent_waiting_for_a_processor_is_not_charged():
+    clock, waited = Clock(), Clock()
+    budgets = Budgets(Limits(), Metrics(), clock=clock, delay=lambda: waited.now)
+    budget = Budget(budgets, agent=True)
+
+    async def work(seconds, of_it_waiting):
+        clock.now += seconds
+        waited.now += of_it_waiting
+
+    waited.now += 100.0  # of the thread, before any call
+    await budget.timed(work(3.0, 3.0 - limits_module.HOLD_S / 2))
+    assert budgets.metrics.held_seconds == 0
+    waited.now += 100.0
+    await budget.timed(work(3.0, 1.0))
+    assert budgets.metrics.held_seconds == pytest.approx(2.0)
+
+
+@pytest.mark.skipif(not _counts_waiting(), reason="this system does not count the time")
+def test_thread_that_shares_its_processor_has_waited_for_it():
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    busy = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    try:
+        os.sched_setaffinity(busy.pid, one)
+        busy.stdout.readline()
+        os.sched_setaffinity(0, one)
+        before, used = limits_module.processor_delay(), time.thread_time()
+        while time.thread_time() < used + 0.2:
+            pass
+        assert limits_module.processor_delay() > before
+    finally:
+        os.sched_setaffinity(0, allowed)
+        busy.kill()
+        busy.communicate()
 
 
 def test_number_of_budgets_is_bounded(budgets):
