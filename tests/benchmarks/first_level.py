@@ -184,8 +184,10 @@ def main() -> None:
     from agentrl_train.errors import TrainError
 
     for task in options.tasks or TASKS:
-        known = read_results(EVIDENCE / f"{options.model}.json").get(task, {})
+        path = EVIDENCE / f"{options.model}.json"
+        known = read_results(path).get(task, {})
         if known.get("episodes", 0) >= options.samples:
+            print(f"{task} is kept; delete its entry in {path} to repeat it", flush=True)
             continue
         try:
             result = evaluate(options.model, task, samples=options.samples, threads=options.threads)
