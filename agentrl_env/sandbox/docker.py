@@ -82,6 +82,8 @@ done"""
 """Shell commands that kill all processes except the container's first ones, which root could signal."""
 _TICK_S = 0.05
 _FILE_S = 30.0
+_ENDING_S = 0.2
+"""The daemon can report a container as running for a moment after its processes were killed."""
 
 
 class DockerSandbox(Sandbox):
@@ -222,7 +224,10 @@ class DockerSandbox(Sandbox):
                     target=_feed, args=(connection, b"\n" + execution.stdin), daemon=True
                 ).start()
                 killed_by = self._follow(connection, made, execution)
-            code = self._api.exec_inspect(made)["ExitCode"]
+            state = self._api.exec_inspect(made)
+            code = state["ExitCode"]
+            if code == 126 and not state["Pid"]:  # it has not started: the output is Docker's
+                self._check_running()
             if killed_by is None and code == 137 and self._count_oom_kills():
                 killed_by = "memory"
         return ExitState(code=None if killed_by in ("timeout", "output") else code, killed_by=killed_by)
@@ -273,8 +278,20 @@ class DockerSandbox(Sandbox):
         made = self._api.exec_create(self._id, ["/bin/sh", "-c", f"{_COUNT}echo $kills"], user=self._user)[
             "Id"
         ]
-        before, self._oom_kills = self._oom_kills, int(self._api.exec_start(made) or 0)
+        output = self._api.exec_start(made)
+        if self._api.exec_inspect(made)["ExitCode"] != 0:
+            self._check_running()
+            return False
+        before, self._oom_kills = self._oom_kills, int(output)
         return self._oom_kills > before
+
+    def _check_running(self) -> None:
+        """Raise SandboxFailed if the container has ended or is about to end."""
+        import requests
+
+        with contextlib.suppress(requests.ReadTimeout, requests.ConnectionError):
+            self._api.wait(self._id, timeout=_ENDING_S)
+            raise SandboxFailed("the sandbox's container has ended")
 
     def _written(self) -> int:
         """Return the size in bytes of the files that commands have written outside mounts."""

@@ -202,6 +202,25 @@ def test_removed_container_raises_sandbox_failed(client, box):
         box.run("true")
 
 
+@pytest.mark.parametrize("attempt", range(5))
+def test_command_that_an_ending_container_does_not_run_raises_sandbox_failed(client, box, attempt):
+    def run_until_it_fails():
+        while True:
+            result = box.run("echo 1")
+            assert (result.code, result.stdout) == (0, "1\n")
+
+    killer = threading.Thread(target=client.api.kill, args=(box._id,))
+    killer.start()
+    with pytest.raises(SandboxFailed):
+        run_until_it_fails()
+    killer.join()
+
+
+def test_command_that_cannot_start_has_a_result(box):
+    assert box.run("echo 1", cwd="/missing").code == 126
+    assert box.run("echo 1").stdout == "1\n"
+
+
 def test_container_ends_with_a_killed_owner(client, base):
     code = f"""
 from agentrl_env.sandbox import open_sandbox
