@@ -18,6 +18,8 @@ from agentrl_env.client.schema_sampler import sample_json
 pytestmark = [pytest.mark.bridges, pytest.mark.extended]
 
 PYPI = ["mcp-server-fetch", "mcp-server-git", "mcp-server-time"]
+FOR_MCP_1 = ["mcp-server-sqlite"]
+"""Packages from PyPI that need the first version of the SDK."""
 NPM = {
     "@modelcontextprotocol/server-everything": "mcp-server-everything",
     "@modelcontextprotocol/server-filesystem": "mcp-server-filesystem FOLDER",
@@ -49,7 +51,11 @@ KEYS = dict.fromkeys(
 )
 """Servers without an account start with any key, but answer calls with an error."""
 ENDS_THE_SERVER = {"browser_close"}
-PAIRS = {"mcp-server-git": "--repository FOLDER", "mcp-server-time": "--local-timezone UTC"}
+OPTIONS = {
+    "mcp-server-git": "--repository FOLDER",
+    "mcp-server-sqlite": "--db-path FOLDER/shop.db",
+    "mcp-server-time": "--local-timezone UTC",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +64,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("servers")
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    python = folder / "venv" / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", folder / "venv"],
-        [python, "-m", "pip", "--quiet", "install", *PYPI],
+        [sys.executable, "-m", "venv", folder / "venv-1"],
+        [folder / "venv/bin/pip", "--quiet", "install", *PYPI],
+        [folder / "venv-1/bin/pip", "--quiet", "install", *FOR_MCP_1, "mcp<2"],
         ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", folder, *NPM],
     ):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
@@ -73,10 +80,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command_of(package: str, folder: Path) -> str:
-    if package in PYPI:
-        command = f"{folder}/venv/bin/{package} {PAIRS.get(package, '')}"
-    else:
+    if package in NPM:
         command = f"node {folder}/node_modules/.bin/{NPM[package]}"
+    else:
+        environment = "venv-1" if package in FOR_MCP_1 else "venv"
+        command = f"{folder}/{environment}/bin/{package} {OPTIONS.get(package, '')}"
     return command.replace("FOLDER", f"{folder}/data").replace("CHROMIUM", str(shutil.which("chromium")))
 
 
@@ -90,7 +98,7 @@ async def described_by(command: str) -> dict[str, object]:
         return {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools}
 
 
-@pytest.mark.parametrize("package", [*PYPI, *NPM])
+@pytest.mark.parametrize("package", [*PYPI, *FOR_MCP_1, *NPM])
 async def test_every_tool_of_a_public_server_is_described_called_and_answered(
     package: str, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
