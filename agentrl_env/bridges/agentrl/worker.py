@@ -231,8 +231,12 @@ class WorkerTask(Environment):
             raise WorkerFailed(
                 f"the worker's task ended with the status {answer.status!r}; see the worker's log"
             )
+        truncated = answer.status in LIMITS
+        if answer.finish and answer.reward is None and not truncated:
+            raise WorkerFailed("the worker's task ended without a reward; a reward of 0 must be sent too")
         numbers = {key: float(value) for key, value in answer.metric.items() if _is_number(value)}
-        reward = answer.reward - self.earned if answer.finish or answer.reward or answer.metric else 0.0
+        total = answer.reward or 0.0
+        reward = total - self.earned if answer.finish or total or answer.metric else 0.0
         self.earned += reward
         info: dict[str, Any] = {STATUS_KEY: answer.status} if answer.finish else {}
         if others := {key: value for key, value in answer.metric.items() if key not in numbers}:
@@ -243,7 +247,6 @@ class WorkerTask(Environment):
             if not answer.messages:
                 raise WorkerFailed("the worker's task continues but has sent no message")
             return Reply(list(answer.messages), reward=reward, metrics=numbers, info=info)
-        truncated = answer.status in LIMITS
         return Done(list(answer.messages), reward=reward, metrics=numbers, info=info, truncated=truncated)
 
 
@@ -253,7 +256,7 @@ class _Answer(BaseModel):
     messages: tuple[Message, ...] = ()
     status: str
     finish: bool
-    reward: float = Field(default=0.0, allow_inf_nan=False)
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     metric: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})] = Field(
         default_factory=dict
     )

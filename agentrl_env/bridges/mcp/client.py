@@ -36,7 +36,7 @@ from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
 from agentrl_env.bridges.mcp.sdk import Request, connected, error_type, missing_sdk
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.environment import Environment
-from agentrl_env.errors import TargetError, ToolError
+from agentrl_env.errors import DefinitionError, TargetError, ToolError
 from agentrl_env.tools import Done
 from agentrl_env.types import Message, TaskSample
 
@@ -260,9 +260,14 @@ class McpTask(Environment):
     async def respond(self, text: str) -> Done:
         """End the episode with the model's answer."""
         reward = type(self).reward(self.sample, self.calls, text)
-        return Done(
-            "The episode has ended.", reward=float(await reward if inspect.isawaitable(reward) else reward)
-        )
+        if inspect.isawaitable(reward):
+            reward = await reward
+        try:
+            return Done("The episode has ended.", reward=float(reward))
+        except (TypeError, ValueError) as error:
+            raise DefinitionError(
+                f"the reward function returned {reward!r}; it must return a number"
+            ) from error
 
     async def close(self) -> None:
         """Close the connection and end the server's process."""

@@ -5,6 +5,8 @@ After a timeout, the socket is closed and the session fails, so a late answer ne
 startup, two episodes with the same seed are compared. A server that ignores seeds is reported in the log and
 by the metric ``seed_ignored`` of every episode.
 
+An episode that ends fails if the server gave no reward in any step, unless ``missing_reward`` is set.
+
 Options follow the address: ``openenv+http://host:8000#name=chess&max_turns=40``. Instead of an address,
 ``openenv+docker:IMAGE`` names an image. Its server runs in a container that ends with the task.
 """
@@ -14,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
 import re
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import parse_qsl, urldefrag
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
@@ -44,7 +48,16 @@ RETRY_S = (0.1, 2.0)
 """Shortest and longest pause before retrying a full server."""
 ENVELOPE = {"done", "reward", "metadata"}
 """Fields of an observation that the model does not see."""
-OPTIONS = {"name": str, "max_turns": int, "tool_timeout": float}
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+OPTIONS = {"name": str, "max_turns": int, "tool_timeout": float, "missing_reward": _finite}
 """Options of a target. They set attributes of the class."""
 IMAGE = "docker:"
 IMAGE_OPTIONS = {"memory": str, "cpus": float}
@@ -92,9 +105,12 @@ def openenv_task(url: str, **attributes: Any) -> type[OpenEnvTask]:
     loop = LoopThread()
     try:
         return loop.run(_describe(url, attributes), LOAD_S)
-    except (httpx.HTTPError, OSError, WebSocketException, ValueError, KeyError, TimeoutError) as error:
+    except (httpx.HTTPError, OSError, WebSocketException, TimeoutError, ToolError) as error:
         reason = str(error) or type(error).__name__
         raise TargetError(f"{url}: cannot reach an OpenEnv server: {reason}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TargetError(f"{url}: does not describe itself like an OpenEnv server: {reason}") from error
     finally:
         loop.close()
 
@@ -117,7 +133,7 @@ async def _describe(url: str, attributes: dict[str, Any]) -> type[OpenEnvTask]:
                 description=tool.get("description") or "",
                 schema=tool.get("input_schema", tool.get("inputSchema")) or {},
             )
-            for tool in listed["observation"]["tools"]
+            for tool in listed.observation["tools"]
         ]
     else:
         shown = {key: value for key, value in action.get("properties", {}).items() if key != "metadata"}
@@ -129,6 +145,7 @@ async def _describe(url: str, attributes: dict[str, Any]) -> type[OpenEnvTask]:
         "name": name or "openenv",
         "url": url,
         "direct": action.get("title") not in TOOL_ACTIONS,
+        "unknown": set(),
         **({"splits": tuple(splits), "sizes": splits} if splits else {}),
         **tools_of(url, tools, OpenEnvTask.play),
         **attributes,
@@ -172,6 +189,10 @@ class OpenEnvTask(Environment):
     """Number of pools that use the container."""
     seed_ignored: ClassVar[bool] = False
     """True if two episodes with the same seed started differently."""
+    missing_reward: ClassVar[float | None] = None
+    """Reward of an episode that ends without a reward in any step. None if such an episode fails."""
+    unknown: ClassVar[set[str]] = set()
+    """Fields of answers that are not OpenEnv's. They are logged once and ignored."""
 
     @classmethod
     def samples(cls, split: str) -> Any:
@@ -201,29 +222,48 @@ class OpenEnvTask(Environment):
     async def _opening(cls, seed: int) -> Any:
         socket = OpenEnvSocket(cls.url, cls.headers)
         try:
-            return _shown((await socket.ask("reset", {"seed": seed}))["observation"])
+            return _shown((await socket.ask("reset", {"seed": seed})).observation)
         finally:
             await socket.close()
 
     async def reset(self, sample: TaskSample, rng: Any) -> str:
         """Start an episode, with the sample's seed and data as arguments."""
         self.socket = OpenEnvSocket(self.url, self.headers)
+        self.rewarded = False
         choice: dict[str, Any] = {"seed": sample.seed % 2**31, **sample.data}
         if self.sizes:
             choice |= {"split": sample.split, "index": sample.index}
-        return self.render((await self.socket.ask("reset", choice))["observation"])
+        return self.render((await self.socket.ask("reset", choice)).observation)
 
     async def play(self, name: str, arguments: dict[str, Any]) -> Reply:
         """Play one action."""
         call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
         answer = await self.socket.ask("step", arguments if self.direct else call)
-        observation = answer["observation"]
-        if observation.get("error"):
-            raise ToolError(str(observation["error"].get("message", observation["error"])))
-        metadata = answer.get("metadata") or observation.get("metadata") or {}
-        kind = Done if answer.get("done") else Reply
-        truncated = {"truncated": 1.0} if metadata.get("truncated") else {}
-        return kind(self.render(observation), reward=float(answer.get("reward") or 0.0), metrics=truncated)
+        observation = answer.observation
+        self._report_unknown(answer)
+        if error := observation.get("error"):
+            raise ToolError(str(error.get("message", error) if isinstance(error, dict) else error))
+        metadata = answer.metadata or observation.get("metadata")
+        truncated = isinstance(metadata, dict) and metadata.get("truncated")
+        self.rewarded |= answer.reward is not None
+        reward = answer.reward or 0.0
+        if answer.done and not self.rewarded:
+            if self.missing_reward is None:
+                raise RuntimeError(
+                    "the OpenEnv server ended the episode without a reward in any step; "
+                    "if this means 0, add #missing_reward=0 to the target"
+                )
+            reward = self.missing_reward
+        kind = Done if answer.done else Reply
+        metrics = {"truncated": 1.0} if truncated else {}
+        return kind(self.render(observation), reward=float(reward), metrics=metrics)
+
+    def _report_unknown(self, answer: Answer) -> None:
+        new = (answer.model_extra or {}).keys() - self.unknown
+        if new:
+            self.unknown.update(new)
+            words = "answers with fields that OpenEnv does not have, which are ignored"
+            logger.warning("task %s: %s %s: %s", self.name, self.url, words, ", ".join(sorted(new)))
 
     def render(self, observation: dict[str, Any]) -> str:
         """Return an observation as text for the model."""
@@ -243,6 +283,17 @@ class OpenEnvTask(Environment):
             await self.socket.close()
 
 
+class Answer(BaseModel):
+    """The answer to ``reset`` or ``step``."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    observation: dict[str, Any]
+    reward: StrictBool | Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+    done: StrictBool = False
+    metadata: dict[str, Any] | None = None
+
+
 class OpenEnvSocket:
     """A WebSocket of an OpenEnv server. Each WebSocket is one session.
 
@@ -257,13 +308,13 @@ class OpenEnvSocket:
         self._socket: ClientConnection | None = None
         self._closed = False
 
-    async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the data of the answer.
+    async def ask(self, kind: str, data: dict[str, Any]) -> Answer:
+        """Send a request and return the answer.
 
         Any failure closes the socket permanently, because the answer might still arrive. The first request is
         retried while the server is full.
 
-        Raises ConnectionError if the server sends an error or is gone.
+        Raises ConnectionError if the server sends an error or an invalid answer, or is gone.
         """
         pause = RETRY_S[0]
         while True:
@@ -283,7 +334,7 @@ class OpenEnvSocket:
                 await self._drop()
                 raise
 
-    async def _ask_once(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def _ask_once(self, kind: str, data: dict[str, Any]) -> Answer:
         if self._closed:
             raise ConnectionError("the connection to the OpenEnv server was closed after a lost answer")
         if self._socket is None:
@@ -297,10 +348,19 @@ class OpenEnvSocket:
             )
         with suppress(WebSocketException):  # a full server sends the reason and closes the socket
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-        frame = json.loads(await self._socket.recv())
-        answer: dict[str, Any] = frame.get("data") or {}
+        frame = _parsed(await self._socket.recv())
+        answer = frame.get("data") or {}
         if frame.get("type") != "error":
-            return answer
+            try:
+                return Answer.model_validate(answer)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join(str(part) for part in first["loc"][:1])
+                raise ConnectionError(
+                    f"the OpenEnv server's answer is invalid: {where or 'data'}: {first['msg']}"
+                ) from error
+        if not isinstance(answer, dict):
+            raise ConnectionError(f"the OpenEnv server answered with an error: {answer}")
         code, message = answer.get("code"), answer.get("message", "no reason given")
         if code == "CAPACITY_REACHED":
             raise ServerFull(str(message))
@@ -321,6 +381,17 @@ class OpenEnvSocket:
 
 class _Refused(Exception):
     """Raised if the server rejects an action."""
+
+
+def _parsed(frame: str | bytes) -> dict[str, Any]:
+    """Return a message as an object. Raises ConnectionError."""
+    try:
+        message = json.loads(frame)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError(f"the OpenEnv server sent no JSON: {frame[:100]!r}") from error
+    if not isinstance(message, dict):
+        raise ConnectionError(f"the OpenEnv server sent no JSON object: {frame[:100]!r}")
+    return message
 
 
 def _shown(observation: dict[str, Any]) -> dict[str, Any]:

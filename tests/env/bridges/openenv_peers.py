@@ -44,6 +44,32 @@ def careless():
     return app
 
 
+def silent():
+    """Return an application whose only step ends the episode, with the reward in a field of its own."""
+    from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+    class Say(Action):
+        number: int
+
+    class Heard(Observation):
+        rewrad: float = 0.0
+
+    class Silent(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            return Heard()
+
+        def step(self, action, timeout_s=None, **kwargs):
+            return Heard(rewrad=1.0, done=True)
+
+        @property
+        def state(self):
+            return State()
+
+    return create_app(Silent, Say, Heard, env_name="silent", max_concurrent_envs=2)
+
+
 def tools():
     """Return an application with tool calls as actions."""
     from fastmcp import FastMCP

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl_env import EnvClient
 from agentrl_env.bridges.agentrl.server import ENDLESS_INDICES, KEEP_ALIVE_BURST
+from agentrl_env.bridges.agentrl.worker import WorkerFailed, WorkerTask
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
@@ -218,3 +219,14 @@ async def test_token_is_accepted_as_the_password_of_basic_authentication_only_at
             assert (await http.get("version", auth=("any", "wrong"))).status_code == 401
             foreign = {"origin": "http://elsewhere.example"}
             assert (await http.get("version", headers=foreign)).status_code == 401
+
+
+def test_end_of_a_workers_task_without_a_reward_is_a_failure():
+    task = WorkerTask()
+    task.earned = 0.0
+    ended = {"messages": [], "status": "completed", "finish": True}
+    for missing in (ended, {**ended, "reward": None}, {**ended, "rewrad": 1.0}):
+        with pytest.raises(WorkerFailed, match="ended without a reward"):
+            task._reply(missing)
+    assert task._reply({**ended, "reward": 0}).reward == 0.0
+    assert task._reply({**ended, "status": "task limit reached"}).truncated

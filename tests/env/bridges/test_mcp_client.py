@@ -98,6 +98,15 @@ async def test_arguments_can_have_names_that_python_reserves(calculator):
         assert result.messages[0].content == "here"
 
 
+@pytest.mark.parametrize("returned", [None, "right", float("nan")])
+async def test_result_of_a_reward_function_that_is_no_number_is_a_failure(returned):
+    task = mcp_task(COMMAND, lambda sample, calls, answer: returned)
+    async with EnvClient.local(task) as client, await client.open() as session:
+        result = await session.step("2")
+        assert result.status == "failed_environment"
+        assert repr(returned) in result.info["error"]["message"]
+
+
 async def test_server_that_dies_fails_the_session_without_a_reward(calculator):
     async with EnvClient.local(calculator) as client, await client.open() as session:
         result = await session.step(ToolCall.of("divide", a=1, b=13))

@@ -1,6 +1,7 @@
 """Real OpenEnv servers as tasks."""
 
 import asyncio
+import json
 import logging
 import socket
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from websockets.asyncio.server import serve
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.bridges.openenv.client import OpenEnvSocket, openenv_task
+from agentrl_env.bridges.openenv.client import OpenEnvSocket, OpenEnvTask, openenv_task
 from agentrl_env.errors import TargetError
 from agentrl_env.hosting.loader import load_target
 
@@ -138,7 +140,86 @@ async def test_session_waits_for_room_on_a_full_server(peer):
         await held[1].close()
 
 
-@pytest.mark.parametrize("target", ["openenv+http://127.0.0.1:9", "openenv+http://127.0.0.1:9#turns=3"])
+async def test_episode_without_any_reward_fails_unless_the_target_gives_one(peer):
+    for options, status, reward in (
+        ("", "failed_environment", 0.0),
+        ("#missing_reward=-1", "completed", -1.0),
+    ):
+        task = load_target(f"openenv+{peer('silent')}{options}")
+        async with EnvClient.local(task) as client, await client.open() as session:
+            result = await session.step(ToolCall.of("step", number=1))
+            assert (result.status, result.reward) == (status, reward)
+            if not options:
+                assert "add #missing_reward=0 to the target" in result.info["error"]["message"]
+
+
+@pytest.fixture
+async def talk():
+    """Return a function that starts a WebSocket server with one answer to every message."""
+    servers = []
+
+    async def start(answer):
+        async def speak(connection):
+            async for _ in connection:
+                await connection.send(answer if isinstance(answer, str | bytes) else json.dumps(answer))
+
+        servers.append(await serve(speak, "127.0.0.1", 0))
+        return f"http://127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}"
+
+    yield start
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("<html>", "sent no JSON"),
+        (b"\xff", "sent no JSON"),
+        ("[" * 10_000, "sent no JSON"),
+        ([], "sent no JSON object"),
+        ({"type": "observation"}, "observation: Field required"),
+        ({"data": [1]}, "data: Input should be"),
+        ({"data": {"observation": "text"}}, "observation: Input should be"),
+        ({"data": {"observation": {}, "reward": "0.5"}}, "reward: Input should be"),
+        ({"data": {"observation": {}, "reward": float("nan")}}, "reward: Input should be"),
+        ({"data": {"observation": {}, "done": "yes"}}, "done: Input should be"),
+        ({"type": "error", "data": "out of memory"}, "answered with an error: out of memory"),
+    ],
+)
+async def test_invalid_answer_of_a_server_is_an_error_with_the_reason(talk, answer, reason):
+    connection = OpenEnvSocket(await talk(answer), {})
+    with pytest.raises(ConnectionError, match=reason):
+        await connection.ask("step", {"number": 1})
+    with pytest.raises(ConnectionError, match="closed after a lost answer"):
+        await connection.ask("step", {"number": 1})
+
+
+async def test_unknown_fields_of_answers_are_logged_once(talk, caplog):
+    answer = {"data": {"observation": {"text": "go"}, "rewards": 1.0, "done": False}}
+
+    foreign = type(
+        "Foreign", (OpenEnvTask,), {"name": "foreign", "url": await talk(answer), "unknown": set()}
+    )
+    task = foreign()
+    task.socket, task.rewarded = OpenEnvSocket(task.url, {}), False
+    for _ in range(2):
+        assert (await task.play("step", {})).reward == 0.0
+    await task.close()
+    assert caplog.text.count("which are ignored: rewards") == 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "openenv+http://127.0.0.1:9",
+        "openenv+http://127.0.0.1:9#turns=3",
+        "openenv+http://127.0.0.1:9#missing_reward=nan",
+    ],
+)
 def test_bad_target_is_refused_with_the_reason(target):
-    with pytest.raises(TargetError, match=r"cannot reach an OpenEnv server|there is no option"):
+    with pytest.raises(
+        TargetError, match=r"cannot reach an OpenEnv server|there is no option|not a finite number"
+    ):
         load_target(target)
