@@ -18,7 +18,7 @@ import inspect
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar
@@ -35,6 +35,8 @@ from agentrl_env.types import TaskSample
 
 SEEDS = 2**31
 """Upper bound of the seeds that every environment accepts. Session seeds are taken modulo this number."""
+RESET, STEP = ("observation", "info"), ("observation", "reward", "terminated", "truncated", "info")
+"""What the methods of an environment return."""
 MAX_TURNS = 200
 """Maximum number of turns of an environment without its own step limit."""
 MAX_NUMBERS = 1_000
@@ -116,7 +118,7 @@ class GymnasiumTask(Environment):
         assert self.env is not None
         for key in ("is_success", "success"):
             if key in self._info:
-                return {"success": float(self._info[key])}
+                return {"success": self._number(self._info[key], f"info[{key!r}]")}
         threshold = self.env.spec.reward_threshold if self.env.spec else None
         if threshold is not None:
             return {"success": float(self._return >= threshold)}
@@ -173,7 +175,7 @@ class GymnasiumTask(Environment):
         self._seed, self._played, self._return = seed, [], 0.0  # type: ignore[var-annotated]
         self._reward, self._terminated = 0.0, False
         self.env = self._make()
-        observation, self._info = self.env.reset(seed=seed)
+        observation, self._info = self._unpacked("reset", self.env.reset(seed=seed), RESET)
         self._text = self.render(observation, self._info)
         return self._text
 
@@ -183,14 +185,31 @@ class GymnasiumTask(Environment):
         if not self._space.contains(action):
             raise ToolError(f"The action is not in the action space {self._space}.")
         assert self.env is not None
-        observation, reward, self._terminated, truncated, self._info = self.env.step(action)
+        observation, reward, *ends, self._info = self._unpacked("step", self.env.step(action), STEP)
+        self._terminated, truncated = (bool(self._number(end, "terminated or truncated")) for end in ends)
         self._played.append(arguments)
-        self._reward = float(reward)
+        self._reward = self._number(reward, "the reward")
         self._return += self._reward
         self._text = self.render(observation, self._info)
         if self._terminated or truncated:
             return Done(self._text, reward=self._reward, truncated=not self._terminated)
         return Reply(self._text, reward=self._reward)
+
+    def _unpacked(self, method: str, answer: Any, names: Sequence[str]) -> Sequence[Any]:
+        """Return the parts of an answer of the environment, of which the last is a dict."""
+        if not isinstance(answer, tuple) or len(answer) != len(names) or not isinstance(answer[-1], Mapping):
+            raise DefinitionError(
+                f"{self.env_id}: {method}() must return a tuple of {', '.join(names)}, which is a dict, "
+                f"got {answer!r:.200}"
+            )
+        return answer
+
+    def _number(self, value: Any, what: str) -> float:
+        """Return a number, boolean or array with one of them."""
+        array = np.asarray(value)
+        if array.size != 1 or array.dtype.kind not in "biuf":
+            raise DefinitionError(f"{self.env_id}: {what} must be a number or boolean, got {value!r:.200}")
+        return float(array.item())
 
 
 def load(target: str) -> type[GymnasiumTask]:

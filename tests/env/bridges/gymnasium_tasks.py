@@ -27,6 +27,18 @@ class Echo(gymnasium.Env):
         return action, 0.0, False, False, {}
 
 
+class Answering(Echo):
+    """Returns ``answer`` from every step."""
+
+    answer = None
+
+    def __init__(self):
+        super().__init__(spaces.Discrete(2))
+
+    def step(self, action):
+        return self.answer
+
+
 class Faulty(Echo):
     """Raises, blocks or rewards NaN, depending on the action. Seed 13 fails in ``reset``."""
 
@@ -89,6 +101,7 @@ SPACES = {
 }
 for name, space in SPACES.items():
     gymnasium.register(f"{name}-v0", Echo, kwargs={"space": space})
+gymnasium.register("Answering-v0", Answering)
 gymnasium.register("Faulty-v0", Faulty)
 gymnasium.register("Drifting-v0", Drifting)
 gymnasium.register("Printed-v0", Printed)

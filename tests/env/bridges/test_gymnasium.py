@@ -18,7 +18,7 @@ from agentrl_env.errors import DefinitionError, EnvironmentFailed, TargetError
 from agentrl_env.hosting.loader import load_target
 from agentrl_env.hosting.serve import EnvServer
 from agentrl_env.testing import run_checks
-from tests.env.bridges.gymnasium_tasks import SPACES
+from tests.env.bridges.gymnasium_tasks import SPACES, Answering
 
 ROOT = Path(__file__).parents[3]
 TOY = "tests.env.bridges.gymnasium_tasks"
@@ -253,6 +253,33 @@ async def test_failure_of_an_environment_ends_only_its_session():
         with pytest.raises(EnvironmentFailed, match="an unlucky number"):
             await client.open("faulty", seed=13)
         assert (await neighbour.step(Message.assistant(None, step(action=0)))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((0, None, True, False, {}), "the reward must be a number or boolean, got None"),
+        ((0, "one", True, False, {}), "the reward must be a number or boolean, got 'one'"),
+        ((0, np.ones(2), True, False, {}), "the reward must be a number or boolean"),
+        ((0, 1.0, "no", False, {}), "terminated or truncated must be a number or boolean, got 'no'"),
+        ((0, 1.0, True, {}), "must return a tuple of observation, reward, terminated, truncated, info"),
+        ((0, 1.0, True, False, None), "info, which is a dict, got"),
+        ((0, 1.0, True, False, {"is_success": "yes"}), "info['is_success'] must be a number or boolean"),
+    ],
+)
+async def test_invalid_answer_of_step_is_a_failure_with_the_required_form(answer, message, monkeypatch):
+    monkeypatch.setattr(Answering, "answer", answer)
+    async with EnvClient.local(load_target("gym:Answering-v0")) as client, await client.open() as session:
+        result = await session.step(step(action=0))
+        assert result.status == "failed_environment"
+        assert message in result.info["error"]["message"]
+
+
+async def test_reward_can_be_an_array_with_one_number(monkeypatch):
+    monkeypatch.setattr(Answering, "answer", (0, np.ones(1), np.True_, False, {"is_success": np.True_}))
+    async with EnvClient.local(load_target("gym:Answering-v0")) as client, await client.open() as session:
+        result = await session.step(step(action=0))
+        assert (result.status, result.reward, result.metrics["success"]) == ("completed", 1.0, 1.0)
 
 
 async def test_fork_continues_from_the_state_of_the_original():
