@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ def sweep(path: Path, *, cores: int, processes: int | None, replace: bool) -> in
         def ended(run: PlannedRun, status: int) -> None:
             if finished(run):
                 console.print(f"{_title(run)}: finished")
+                if not plan.config.keep_checkpoints:
+                    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
             elif status in (SIGNAL_EXIT + signal.SIGINT, SIGNAL_EXIT + signal.SIGTERM):
                 console.print(f"{_title(run)}: stopped, with a checkpoint")
             else:

@@ -41,6 +41,8 @@ class SweepConfig(Section):
     """Variant that the others are compared with, by default the first."""
     processes: Count | None = None
     """Number of concurrent runs, by default one for each core."""
+    keep_checkpoints: bool = True
+    """Keep the checkpoints of finished runs. The newest takes three times the size of the model or more."""
 
     @property
     def changes(self) -> dict[str, dict[str, Any]]:

@@ -101,9 +101,12 @@ def test_failed_run_is_reported_and_the_others_finish(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, broken)
     (tmp_path / "missing.py").write_text("raise OSError('no engine here')\n")
     path.write_text(path.read_text().replace("seeds = [0, 1]", "seeds = [3]").replace('"grpo", ', ""))
-    path.write_text(path.read_text().replace("[set]", "[set]\ntrain.warmup_steps = 9"))
+    path.write_text(
+        path.read_text().replace("[set]", "keep_checkpoints = false\n[set]\ntrain.warmup_steps = 9")
+    )
     status, output = end(start(path))
     assert status == 1
+    assert not (tmp_path / "tiny/rloo/seed-3/checkpoints").exists()
     assert output.count("train.warmup_steps is 4 instead of 9") == 1
     found = {variant["name"]: variant for variant in results(tmp_path)["variants"]}
     assert found["rloo"]["runs"][0]["status"] == "finished"
