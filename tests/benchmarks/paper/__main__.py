@@ -1,7 +1,7 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
-``make paper-real`` runs the sweep with a real language model, which takes days. The runs are in runs/paper.
-Finished runs are kept, so an interrupted command continues when it is repeated.
+``make paper-real`` runs the sweep with a real language model, which takes six hours. The runs are in
+runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,10 @@ def imitate(seeds: Sequence[int]) -> None:
     for seed in seeds:
         folder = ROOT / f"runs/paper/imitations/{seed}"
         if not folder.exists():
-            sft(load_config(ROOT / "examples/real/smollm2-135m.toml", [f"run.seed={seed}"]), output=folder)
+            begun = folder.with_name(f"{seed}.begun")
+            shutil.rmtree(begun, ignore_errors=True)
+            sft(load_config(ROOT / "examples/real/smollm2-135m.toml", [f"run.seed={seed}"]), output=begun)
+            begun.rename(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
