@@ -82,7 +82,7 @@ done"""
 """Shell commands that kill all processes except the container's first ones, which root could signal."""
 _TICK_S = 0.05
 _FILE_S = 30.0
-_ENDING_S = 0.2
+_ENDING_S = 1.0
 """The daemon can report a container as running for a moment after its processes were killed."""
 
 
