@@ -206,9 +206,14 @@ def _runs(setting: Setting, *, quick: bool) -> dict[str, list[list[Step]]]:
     steps = 8 if quick else setting.steps
     runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
     for seed in range(seeds):
-        runs["TRL"].append(trl(setting, seed=seed, steps=steps))
-        for name, staleness in (("synchronous", 0), ("staleness 1", 1)):
-            runs[name].append(ours(setting, staleness=staleness, seed=seed, steps=steps))
+        for name in runs:
+            if name == "TRL":
+                one = trl(setting, seed=seed, steps=steps)
+            else:
+                one = ours(setting, staleness=int(name != "synchronous"), seed=seed, steps=steps)
+            runs[name].append(one)
+            success = " ".join(f"{step['success']:.2f}" for step in one)
+            print(f"{name}, seed {seed}: {speed(one):,.0f} tokens/s, success {success}", flush=True)
     return runs
 
 
