@@ -6,8 +6,8 @@ clipping at 0.2 and 0.28, means over sequences, AdamW with the same learning rat
 the same number of threads. TRL samples with Hugging Face ``generate``. They take turns seed by seed, so that
 other load affects both.
 
-A stored model (``--model``) learns the same task with the learning rate and the syntax of calls of
-examples/real/smollm2-135m.toml, in bfloat16 on both sides if the processor multiplies it faster.
+A stored model (``--model``) learns which database to open in sql, with the learning rate and the syntax of
+calls of examples/real/smollm2-135m.toml, in bfloat16 on both sides if the processor multiplies it faster.
 
 On a GPU the models have random weights and the shapes of Qwen3, completions have 256 tokens, and both sample
 with vLLM on the training GPU: TRL with "colocate", we with the layouts "colocated" (synchronous) and
@@ -51,6 +51,8 @@ class Setting:
     """What both trainers train, and how."""
 
     model: Path
+    task: str = "FirstPick"
+    """Class of ``trl_task``."""
     config: Path = ROOT / "examples/quickstart/train.toml"
     device: str = "cpu"
     new_tokens: int = 48
@@ -99,6 +101,7 @@ def trl(setting: Setting, *, seed: int, steps: int) -> list[Step]:
     """Run TRL and return each step's success, sampled tokens and seconds."""
     options: dict[str, object] = {
         "model": setting.model,
+        "task": setting.task,
         "device": setting.device,
         "tokens": setting.new_tokens,
         "steps": steps,
@@ -123,7 +126,7 @@ def ours(setting: Setting, *, staleness: int, seed: int, steps: int) -> list[Ste
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *SETTINGS,
-            f"environments=[{{serve=['{TASK}:{'Parity' if on_gpu else 'FirstPick'}']}}]",
+            f"environments=[{{serve=['{TASK}:{'Parity' if on_gpu else setting.task}']}}]",
             "run.name=ours",
             f"run.folder={folder}",
             f"run.steps={steps}",
@@ -146,14 +149,15 @@ def ours(setting: Setting, *, staleness: int, seed: int, steps: int) -> list[Ste
         lines = (Path(folder) / "ours" / "metrics.jsonl").read_text().splitlines()
     return [
         {
-            "success": record["tasks"]["shop"]["success"],
-            "tokens": record["tasks"]["shop"]["tokens"],
+            "success": task["success"],
+            "tokens": task["tokens"],
             "seconds": record["step_seconds"],
             "cpu_seconds": record["cpu_seconds"],
             "trainer_idle": record["trainer_idle"],
             "engine_idle": record["engine_idle"],
         }
         for record in map(json.loads, lines)
+        for task in record["tasks"].values()
     ]
 
 
@@ -190,6 +194,7 @@ def stored(name: str) -> Setting:
     rates = {dtype: ceiling("cpu", getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     return Setting(
         model=Path(local_model(name)).absolute(),
+        task="FirstOpen",
         config=path,
         learning_rate=config.train.learning_rate,
         max_grad_norm=config.train.max_grad_norm,

@@ -20,26 +20,26 @@ from trl import GRPOConfig, GRPOTrainer
 from agentrl_env.client import EnvClient
 from agentrl_env.types import TaskSample, ToolSpec
 from agentrl_train.chat import ChatFormat
-from tests.benchmarks.trl_task import FirstPick, parity, reward
+from tests.benchmarks.trl_task import FirstOpen, FirstPick, parity, reward
 
 GROUP_SIZE = 8
 
 
 async def prompts(
-    chat: ChatFormat, number: int, *, seed: int
+    task: type[FirstPick | FirstOpen], chat: ChatFormat, number: int, *, seed: int
 ) -> tuple[Sequence[ToolSpec], list[dict[str, str]]]:
     """Return the tools, and prompts that encode to our actor's tokens with the right answers."""
     rows, tokenizer = [], chat.tokenizer
-    async with EnvClient.local(FirstPick) as client:
-        tools = (await client.open("shop", index=0)).tools
-    problems, draws = FirstPick.samples("train"), np.random.default_rng(seed)
+    async with EnvClient.local(task) as client:
+        tools = (await client.open(index=0)).tools
+    problems, draws = task.samples("train"), np.random.default_rng(seed)
     for index in draws.choice(len(problems), size=number, replace=False):
-        environment, data = FirstPick(), problems[index]
-        messages = environment.reset(TaskSample(task="shop", data=data), draws)
+        environment, data = task(), problems[index]
+        messages = environment.reset(TaskSample(task=task.name, data=data), draws)
         ids = chat.opening(messages, tools)
         text = str(tokenizer.decode(ids, skip_special_tokens=False))
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
-        rows.append({"prompt": text, "right": environment.right})
+        rows.append({"prompt": text, "right": environment.wanted})
     return tools, rows
 
 
@@ -68,6 +68,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--task", required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -83,12 +84,13 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
     chat = ChatFormat(tokenizer, tool_parser=chosen.tool_parser)
-    tools, rows = asyncio.run(prompts(chat, chosen.steps * chosen.groups, seed=1000 * chosen.seed))
+    task = {one.__name__: one for one in (FirstPick, FirstOpen)}[chosen.task]
+    tools, rows = asyncio.run(prompts(task, chat, chosen.steps * chosen.groups, seed=1000 * chosen.seed))
 
     def rate(text: str, right: str) -> float:
         if chosen.device == "cuda":
             return parity(text)  # the only reward that random weights can earn
-        return reward(chat.parse_text(text, turn=0, tools=tools).message, right)
+        return reward(chat.parse_text(text, turn=0, tools=tools).message, right, task.choices)
 
     on_gpu = {
         "bf16": True,

@@ -1,4 +1,4 @@
-"""A one-turn decision in the shop after the search: the seller to view.
+"""One-turn decisions: the seller to view in the shop after the search, and the database to open in sql.
 
 TRL's loop ends an episode when the model stops calling tools, and an environment cannot end it. A one-turn
 task is equal on both sides: the same prompt tokens, one completion, one reward.
@@ -7,9 +7,11 @@ task is equal on both sides: the same prompt tokens, one completion, one reward.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from agentrl_env import Done, Message, ToolCall, tool
 from environments.shop.environment import Shop
+from environments.sql.environment import Sql
 
 
 class FirstPick(Shop):
@@ -17,10 +19,12 @@ class FirstPick(Shop):
 
     name = "shop"
     max_turns = 1
+    choices = ("view", "buy")
+    """Tools that choose."""
 
     def reset(self, sample, rng):
         wish = super().reset(sample, rng)
-        self.searched = True
+        self.searched, self.wanted = True, self.right
         search = ToolCall.of("search", query=self.article)
         return [
             Message(role="user", content=wish),
@@ -39,7 +43,38 @@ class FirstPick(Shop):
         return self._pick(seller)
 
     def _pick(self, seller):
-        return Done("That was it.", reward=float(seller == self.right))
+        return Done("That was it.", reward=float(seller == self.wanted))
+
+
+class FirstOpen(Sql):
+    """Open the database of the department that has the thing. The question does not name the department."""
+
+    name = "sql"
+    max_turns = 1
+    choices = ("open",)
+
+    def reset(self, sample, rng):
+        question = super().reset(sample, rng)
+        self.wanted = self.department
+        return [Message(role="user", content=question)]
+
+    @tool
+    def open(self, database: str):
+        """Open a department's database; queries go to the one opened last.
+
+        Args:
+            database: One of food, tools, toys, clothes, garden, music.
+        """
+        return Done("That was it.", reward=float(database == self.wanted))
+
+    @tool
+    def answer(self, value: str):
+        """Give the answer to the question. This ends the task, so be sure.
+
+        Args:
+            value: The number or the name that was asked for, alone.
+        """
+        return Done("That was it.", reward=0.0)
 
 
 class Parity(FirstPick):
@@ -54,15 +89,12 @@ def parity(text: str, right: str = "") -> float:
     return float(len(text) % 2)
 
 
-def reward(message: Message, right: str) -> float:
-    """Return the reward of ``FirstPick`` for a completion: 1 if the first call names the right seller."""
-    called = [call.function for call in message.tool_calls][:1]
+def reward(message: Message, right: str, choices: Sequence[str]) -> float:
+    """Return 1 if the first call of a completion makes the right choice, as the environments do."""
     try:
-        return float(
-            any(
-                one.name in ("view", "buy") and json.loads(one.arguments) == {"seller": right}
-                for one in called
-            )
-        )
+        for call in (message.tool_calls or ())[:1]:
+            (chosen,) = json.loads(call.function.arguments).values()
+            return float(call.function.name in choices and chosen == right)
     except ValueError:
-        return 0.0
+        pass
+    return 0.0
