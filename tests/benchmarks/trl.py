@@ -8,6 +8,7 @@ other load affects both.
 
 A stored model (``--model``) learns which database to open in sql, with the learning rate and the syntax of
 calls of examples/real/smollm2-135m.toml, in bfloat16 on both sides if the processor multiplies it faster.
+This takes an hour. Its runs are kept in runs/trl, so an interrupted command continues when it is repeated.
 
 On a GPU the models have random weights and the shapes of Qwen3, completions have 256 tokens, and both sample
 with vLLM on the training GPU: TRL with "colocate", we with the layouts "colocated" (synchronous) and
@@ -64,6 +65,8 @@ class Setting:
     groups: int = 8
     micro_batch: int = 64
     """TRL's sequences in memory at a time."""
+    kept: bool = False
+    """Keep the runs, so that an interrupted command continues."""
 
 
 QUICKSTART = Setting(model=ROOT / "examples/quickstart/starter")
@@ -203,6 +206,7 @@ def stored(name: str) -> Setting:
         steps=20,
         groups=4,
         micro_batch=8,
+        kept=True,
     )
 
 
@@ -212,14 +216,35 @@ def _runs(setting: Setting, *, quick: bool) -> dict[str, list[list[Step]]]:
     runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
     for seed in range(seeds):
         for name in runs:
-            if name == "TRL":
-                one = trl(setting, seed=seed, steps=steps)
-            else:
-                one = ours(setting, staleness=int(name != "synchronous"), seed=seed, steps=steps)
+            one = _kept(setting, name, seed=seed, steps=steps) or _play(setting, name, seed=seed, steps=steps)
             runs[name].append(one)
             success = " ".join(f"{step['success']:.2f}" for step in one)
             print(f"{name}, seed {seed}: {speed(one):,.0f} tokens/s, success {success}", flush=True)
     return runs
+
+
+def _play(setting: Setting, name: str, *, seed: int, steps: int) -> list[Step]:
+    if name == "TRL":
+        one = trl(setting, seed=seed, steps=steps)
+    else:
+        one = ours(setting, staleness=int(name != "synchronous"), seed=seed, steps=steps)
+    if setting.kept:
+        path = _result(name, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"setting": str(setting), "steps": one}) + "\n", encoding="utf-8")
+    return one
+
+
+def _kept(setting: Setting, name: str, *, seed: int, steps: int) -> list[Step] | None:
+    path = _result(name, seed)
+    if not setting.kept or not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["steps"] if found["setting"] == str(setting) and len(found["steps"]) == steps else None
+
+
+def _result(name: str, seed: int) -> Path:
+    return ROOT / "runs/trl" / f"{name.replace(' ', '-')}-{seed}.json"
 
 
 def _print(setting: Setting, *, title: str, quick: bool) -> None:
