@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import secrets
 import signal
@@ -218,12 +219,13 @@ def left_processes(mark: str) -> list[int]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return free ports."""
-    bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(one.getsockname()[1]) for one in bound]
-    for one in bound:
-        one.close()
-    return ports
+    """Return free ports that no outgoing connection can take before they are bound."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
 
 
 def _processes() -> list[int]:
