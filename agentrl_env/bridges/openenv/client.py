@@ -5,7 +5,8 @@ After a timeout, the socket is closed and the session fails, so a late answer ne
 startup, two episodes with the same seed are compared. A server that ignores seeds is reported in the log and
 by the metric ``seed_ignored`` of every episode.
 
-An episode that ends fails if the server gave no reward in any step, unless ``missing_reward`` is set.
+An episode that ends without truncation fails if the server gave no reward in any step, unless
+``missing_reward`` is set.
 
 Options follow the address: ``openenv+http://host:8000#name=chess&max_turns=40``. Instead of an address,
 ``openenv+docker:IMAGE`` names an image. Its server runs in a container that ends with the task.
@@ -247,7 +248,7 @@ class OpenEnvTask(Environment):
         truncated = isinstance(metadata, dict) and metadata.get("truncated")
         self.rewarded |= answer.reward is not None
         reward = answer.reward or 0.0
-        if answer.done and not self.rewarded:
+        if answer.done and not self.rewarded and not truncated:
             if self.missing_reward is None:
                 raise RuntimeError(
                     "the OpenEnv server ended the episode without a reward in any step; "
@@ -355,9 +356,9 @@ class OpenEnvSocket:
                 return Answer.model_validate(answer)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                where = ".".join(str(part) for part in first["loc"][:1])
+                where = first["loc"][0] if first["loc"] else "data"
                 raise ConnectionError(
-                    f"the OpenEnv server's answer is invalid: {where or 'data'}: {first['msg']}"
+                    f"the OpenEnv server's answer is invalid: {where}: {first['msg']}"
                 ) from error
         if not isinstance(answer, dict):
             raise ConnectionError(f"the OpenEnv server answered with an error: {answer}")
