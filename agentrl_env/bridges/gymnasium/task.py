@@ -196,8 +196,12 @@ class GymnasiumTask(Environment):
         return Reply(self._text, reward=self._reward)
 
     def _unpacked(self, method: str, answer: Any, names: Sequence[str]) -> Sequence[Any]:
-        """Return the parts of an answer of the environment, of which the last is a dict."""
-        if not isinstance(answer, tuple) or len(answer) != len(names) or not isinstance(answer[-1], Mapping):
+        """Return the parts of an answer of the environment. Raises DefinitionError."""
+        if (
+            not isinstance(answer, tuple | list)
+            or len(answer) != len(names)
+            or not isinstance(answer[-1], Mapping)
+        ):
             raise DefinitionError(
                 f"{self.env_id}: {method}() must return a tuple of {', '.join(names)}, which is a dict, "
                 f"got {answer!r:.200}"
@@ -205,7 +209,7 @@ class GymnasiumTask(Environment):
         return answer
 
     def _number(self, value: Any, what: str) -> float:
-        """Return a number, boolean or array with one of them."""
+        """Return a number, a boolean or an array with one of them as a float. Raises DefinitionError."""
         array = np.asarray(value)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise DefinitionError(f"{self.env_id}: {what} must be a number or boolean, got {value!r:.200}")

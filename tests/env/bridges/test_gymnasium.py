@@ -275,8 +275,10 @@ async def test_invalid_answer_of_step_is_a_failure_with_the_required_form(answer
         assert message in result.info["error"]["message"]
 
 
-async def test_reward_can_be_an_array_with_one_number(monkeypatch):
-    monkeypatch.setattr(Answering, "answer", (0, np.ones(1), np.True_, False, {"is_success": np.True_}))
+@pytest.mark.parametrize("kind", [tuple, list])
+async def test_reward_can_be_an_array_with_one_number_and_the_answer_a_list(kind, monkeypatch):
+    answer = kind((0, np.ones(1), np.True_, False, {"is_success": np.True_}))
+    monkeypatch.setattr(Answering, "answer", answer)
     async with EnvClient.local(load_target("gym:Answering-v0")) as client, await client.open() as session:
         result = await session.step(step(action=0))
         assert (result.status, result.reward, result.metrics["success"]) == ("completed", 1.0, 1.0)
