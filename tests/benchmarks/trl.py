@@ -216,35 +216,28 @@ def _runs(setting: Setting, *, quick: bool) -> dict[str, list[list[Step]]]:
     runs: dict[str, list[list[Step]]] = {"TRL": [], "synchronous": [], "staleness 1": []}
     for seed in range(seeds):
         for name in runs:
-            one = _kept(setting, name, seed=seed, steps=steps) or _play(setting, name, seed=seed, steps=steps)
+            one = _repeat(setting, name, seed=seed, steps=steps)
             runs[name].append(one)
             success = " ".join(f"{step['success']:.2f}" for step in one)
             print(f"{name}, seed {seed}: {speed(one):,.0f} tokens/s, success {success}", flush=True)
     return runs
 
 
-def _play(setting: Setting, name: str, *, seed: int, steps: int) -> list[Step]:
+def _repeat(setting: Setting, name: str, *, seed: int, steps: int) -> list[Step]:
+    """Run a trainer, or return its kept run with the same setting."""
+    path = ROOT / "runs/trl" / f"{name.replace(' ', '-')}-{seed}.json"
+    if setting.kept and path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["setting"] == str(setting) and len(found["steps"]) == steps:
+            return list(found["steps"])
     if name == "TRL":
         one = trl(setting, seed=seed, steps=steps)
     else:
         one = ours(setting, staleness=int(name != "synchronous"), seed=seed, steps=steps)
     if setting.kept:
-        path = _result(name, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"setting": str(setting), "steps": one}) + "\n", encoding="utf-8")
     return one
-
-
-def _kept(setting: Setting, name: str, *, seed: int, steps: int) -> list[Step] | None:
-    path = _result(name, seed)
-    if not setting.kept or not path.exists():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["steps"] if found["setting"] == str(setting) and len(found["steps"]) == steps else None
-
-
-def _result(name: str, seed: int) -> Path:
-    return ROOT / "runs/trl" / f"{name.replace(' ', '-')}-{seed}.json"
 
 
 def _print(setting: Setting, *, title: str, quick: bool) -> None:

@@ -7,7 +7,8 @@ task is equal on both sides: the same prompt tokens, one completion, one reward.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import ClassVar
 
 from agentrl_env import Done, Message, ToolCall, tool
 from environments.shop.environment import Shop
@@ -19,8 +20,8 @@ class FirstPick(Shop):
 
     name = "shop"
     max_turns = 1
-    choices = ("view", "buy")
-    """Tools that choose."""
+    choices: ClassVar = {"view": "seller", "buy": "seller"}
+    """The argument with the choice, by tool."""
 
     def reset(self, sample, rng):
         wish = super().reset(sample, rng)
@@ -51,7 +52,7 @@ class FirstOpen(Sql):
 
     name = "sql"
     max_turns = 1
-    choices = ("open",)
+    choices: ClassVar = {"open": "database"}
 
     def reset(self, sample, rng):
         question = super().reset(sample, rng)
@@ -89,12 +90,12 @@ def parity(text: str, right: str = "") -> float:
     return float(len(text) % 2)
 
 
-def reward(message: Message, right: str, choices: Sequence[str]) -> float:
+def reward(message: Message, right: str, choices: Mapping[str, str]) -> float:
     """Return 1 if the first call of a completion makes the right choice, as the environments do."""
+    if not message.tool_calls:
+        return 0.0
+    call = message.tool_calls[0].function
     try:
-        for call in (message.tool_calls or ())[:1]:
-            (chosen,) = json.loads(call.function.arguments).values()
-            return float(call.function.name in choices and chosen == right)
+        return float(call.name in choices and json.loads(call.arguments) == {choices[call.name]: right})
     except ValueError:
-        pass
-    return 0.0
+        return 0.0
