@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -17,15 +16,10 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.bridges.openenv.client import OpenEnvSocket, OpenEnvTask, openenv_task
 from agentrl_env.errors import TargetError
 from agentrl_env.hosting.loader import load_target
+from tests.chaos.site import free_ports
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.bridges
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,7 @@ def peer():
     def start(name):
         if name in addresses:
             return addresses[name]
-        port = free_port()
+        (port,) = free_ports(1)
         command = [sys.executable, "-m", "tests.env.bridges.openenv_peers", name, str(port)]
         processes.append(subprocess.Popen(command, cwd=ROOT))
         url = addresses[name] = f"http://127.0.0.1:{port}"

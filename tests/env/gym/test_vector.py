@@ -3,7 +3,6 @@ import contextlib
 import json
 import math
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from agentrl_env.errors import (
 )
 from agentrl_env.gym.vector import GymVectorEnv, stack_infos
 from agentrl_env.launch.process import ServerProcess
+from tests.chaos.site import free_ports
 from tests.env.intercepted_client import InterceptedClient, pool_of
 from tests.env.tasks import expire_idle
 from tests.env.thread_server import server_on_thread
@@ -691,7 +691,7 @@ def test_close_ignores_an_unreachable_server(make):
 
 
 def test_reset_works_after_a_server_restart():
-    port = free_port()
+    (port,) = free_ports(1)
     with server_on_thread(Pick, port=port) as url:
         env = GymVectorEnv(2, client=lambda: EnvClient(HttpBackend(url, patience=0.1)))
         first = env.reset(seed=0)
@@ -705,11 +705,6 @@ def test_reset_works_after_a_server_restart():
             assert_failed(results, i, UnknownSession)
         assert_same(env.reset(seed=0), first)
         env.close()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_server_with_exactly_enough_sessions_suffices(make):
