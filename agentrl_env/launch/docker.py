@@ -265,10 +265,13 @@ class DockerServer(ServerHandle):
             self._container.start()
 
     def _published(self) -> int:
-        """Return the port of this machine on which the container's port is published."""
+        """Return the port of this machine on which the container's port is published. Raises ServeError."""
         with daemon_errors("cannot look at the container"):
             self._container.reload()
-            return int(self._container.ports[f"{PORT}/tcp"][0]["HostPort"])
+        bindings = (self._container.ports or {}).get(f"{PORT}/tcp")
+        if not bindings:  # Docker removes the ports of a container that has ended
+            raise ServeError(f"the server in the container ended: {self.end_reason()}")
+        return int(bindings[0]["HostPort"])
 
     def _confinement(self) -> dict[str, Any]:
         from docker.types import LogConfig, Ulimit

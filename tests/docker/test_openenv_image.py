@@ -3,12 +3,14 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import LaunchError, ServeError, TargetError
 from agentrl_env.hosting.loader import load_target
+from agentrl_env.launch.docker import DockerServer, DockerService
 from agentrl_env.launch.image import run_build
 from tests.docker.conftest import ROOT, run
 from tests.docker.test_sandbox_docker import until_none
@@ -63,8 +65,21 @@ def test_container_is_removed_when_the_server_ends_or_is_killed(image, client, e
     until_none(client)
 
 
+@pytest.mark.parametrize("server", [DockerService, partial(DockerServer, network="bridge")])
+def test_container_that_ends_before_its_port_is_known_is_reported(base, client, monkeypatch, server):
+    def launch_and_wait(server, image, **options):
+        launch(server, image, **{**options, "command": ["sh", "-c", "echo no licence; exit 3"]})
+        server._container.wait()
+
+    launch = DockerServer._launch
+    monkeypatch.setattr(DockerServer, "_launch", launch_and_wait)
+    with pytest.raises(ServeError, match="ended: no licence"):
+        server(image=base).start()
+    until_none(client)
+
+
 def test_missing_or_silent_image_is_rejected_with_the_reason(base, client):
-    with pytest.raises((ServeError, TargetError), match=r"exit code 0|printed nothing"):
+    with pytest.raises(ServeError, match="ended: it printed nothing; exit code 0"):
         load_target(f"openenv+docker:{base}")
     with pytest.raises(LaunchError, match=r"no-such-image.*not on this machine"):
         load_target("openenv+docker:no-such-image:1")
