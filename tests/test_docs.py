@@ -27,6 +27,7 @@ from agentrl_env.types import SessionInfo, SessionStatus, StepResult
 from agentrl_env.wire import CALLS, Frame, OpenBatch, OpenRequest, StepBody
 from agentrl_train.__main__ import app as train_app
 from agentrl_train.config import RunConfig, load_config
+from agentrl_train.config.paths import KNOWN_MODELS, model_folder
 from agentrl_train.config.toml import classes
 from agentrl_train.sweep.plan import load_sweep
 from docs import figures, generate, pictures
@@ -134,6 +135,15 @@ def test_json_block_is_a_valid_request(block: Block) -> None:
     models[0].model_validate(value)
 
 
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide a cache that has every known model, as an empty folder."""
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    for name in KNOWN_MODELS:
+        model_folder(name).mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("fetched")
 @of("toml")
 def test_toml_block_is_accepted_by_its_command(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +182,7 @@ def test_requests_of_curl_are_answered(block: Block, server: str, tmp_path: Path
     assert "desk: " in json.loads(done.stdout)["messages"][0]["content"]
 
 
+@pytest.mark.usefixtures("fetched")
 @of("sh")
 def test_command_lines_have_known_commands_and_options(block: Block) -> None:
     if "curl" in block.text:
