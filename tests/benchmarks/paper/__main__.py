@@ -1,6 +1,6 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
-``make paper-real`` runs the sweep with a real language model, which takes six hours. The runs are in
+``make paper-real`` runs the sweeps with a real language model, which take about ten hours. The runs are in
 runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
 """
 
@@ -43,7 +43,12 @@ TITLES = {
     "cross_policy": "Two choices, with an older policy",
 }
 """Titles of the figures by sweep, in the order of the page."""
-REAL = {"real": "SmolLM2-135M: household, recipes and database"}
+REAL = {
+    "real_tasks": "SmolLM2-135M: one policy, and three specialists",
+    "real_ideas": "SmolLM2-135M: normalization, an older policy, LoRA",
+    "real_staleness": "SmolLM2-135M: groups up to four steps old",
+    "real_presets": "SmolLM2-135M: four algorithms",
+}
 """The same for sweeps with a language model of 135 million parameters."""
 POLICIES = 10
 """Initial policies of the small tasks, one for every seed."""
@@ -92,12 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named sweeps, or all. Return the exit status of the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES | REAL)}")
+    parser.add_argument("--real", action="store_true", help="without a name: those with a real language model")
     parser.add_argument("--processes", type=int, help="runs at a time")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     for seed in range(POLICIES):
         write_policy(ROOT / f"runs/paper/policies/{seed}", seed=seed)
-    for name in options.names or TITLES:
+    for name in options.names or (REAL if options.real else TITLES):
         if name in REAL:
             imitate(tomllib.loads((HERE / f"{name}.toml").read_text())["seeds"])
         if name == "workers":
