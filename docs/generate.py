@@ -121,7 +121,8 @@ def evidence(name: str) -> str:
         for variant in found["variants"]:
             cells = [_shares(variant["tasks"].get(task, {}).get("success")) for task in tasks]
             rows.append(f"| `{variant['name']}` | {' | '.join(cells)} |")
-    rows += ["", f"Means over the seeds {found['seeds']}. To repeat it: `make paper ARGS={name}`"]
+    target = "paper-real" if name.startswith("real_") else "paper"
+    rows += ["", f"Means over the seeds {found['seeds']}. To repeat it: `make {target} ARGS={name}`"]
     return "\n".join(rows)
 
 

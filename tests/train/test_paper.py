@@ -16,12 +16,15 @@ from agentrl_env import EnvClient
 from agentrl_env.types import Message, ToolCall
 from agentrl_train.batch import token_weights
 from agentrl_train.chat import ChatFormat
+from agentrl_train.storage.run_dir import write_config
 from agentrl_train.sweep.plan import load_sweep
+from agentrl_train.sweep.processes import finished, require_unchanged, usage
 from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
 from tests.benchmarks.paper.__main__ import EVIDENCE, POLICIES, REAL, TITLES, write_evidence
 from tests.benchmarks.paper.policy import small_tokenizer, write_policy
+from tests.benchmarks.paper.records import keep, kept_seeds, restore
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "tests/benchmarks/paper"
@@ -237,3 +240,30 @@ def test_evidence_of_a_sweep_is_a_figure_and_short_numbers(tmp_path: Path) -> No
     assert "curves" not in short["variants"][0]
     assert short["variants"][0]["runs"] == {"success": [0.3] * 2, "greedy": [None] * 2, "area": [0.2] * 2}
     assert 'class="band"' in (tmp_path / "presets.svg").read_text()
+
+
+def test_runs_of_a_finished_seed_continue_in_another_checkout(
+    paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, moved, records = paper.parents[2], tmp_path / "moved", tmp_path / "records"
+    shutil.copytree(root, moved, symlinks=True)
+    monkeypatch.chdir(root)
+    plan = load_sweep(paper / "real_tasks.toml", cores=2)
+    for run in plan.runs:
+        run.folder.mkdir(parents=True)
+        write_config(run.folder, run.config.to_toml())
+        (run.folder / "metrics.jsonl").write_text(f'{{"step": {run.seed}}}\n')
+        (run.folder / "evaluations.jsonl").write_text("")
+        run.usage.write_text('{"wall_s": 1.0}')
+        if (run.seed, run.variant) != (1, "only-sql"):
+            (run.folder / "summary.json").write_text("{}")
+    keep(plan, root=root, records=records)
+    assert kept_seeds("real_tasks", records=records) == {0, 2}
+    assert not [path for path in records.iterdir() if str(root) in path.read_text()]
+
+    monkeypatch.chdir(moved)
+    restore("real_tasks", root=moved, records=records)
+    again = load_sweep(moved / "tests/benchmarks/paper/real_tasks.toml", cores=2)
+    require_unchanged(again, replace=False)
+    assert {run.seed for run in again.runs if finished(run)} == {0, 2}
+    assert {run.seed for run in again.runs if usage(run)["wall_s"] == 1.0} == {0, 2}

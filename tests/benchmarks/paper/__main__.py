@@ -1,7 +1,8 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
-``make paper-real`` runs the sweeps with a real language model, which take about ten hours. The runs are in
-runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
+The runs are in runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
+``make paper-real`` runs the sweeps with a real language model, which take about ten hours. It trains no seed
+whose runs are in tests/benchmarks/paper/records. Without this folder and runs/paper it trains all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from agentrl_train.cli.commands import sft
 from agentrl_train.config import load_config
 from agentrl_train.sweep.command import sweep
 from agentrl_train.sweep.page import figure
+from agentrl_train.sweep.plan import load_sweep
 from tests.benchmarks.paper.policy import write_policy
+from tests.benchmarks.paper.records import keep, kept_seeds, restore
 from tests.benchmarks.paper.rooms import write_reader
 
 ROOT = Path(__file__).parents[3]
@@ -82,11 +85,17 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def imitate(seeds: Sequence[int]) -> None:
-    """Write a policy for every seed that imitates the experts, as ``make real`` does, if they are missing."""
+def imitate(seeds: Sequence[int], *, known: Collection[int]) -> None:
+    """Write a policy for every seed that imitates the experts, as ``make real`` does, if they are missing.
+
+    For seeds with ``known`` runs only the folder is needed, which a sweep's file names.
+    """
     for seed in seeds:
         folder = ROOT / f"runs/paper/imitations/{seed}"
-        if not folder.exists():
+        if seed in known:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not (folder / "config.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
             begun = folder.with_name(f"{seed}.begun")
             shutil.rmtree(begun, ignore_errors=True)
             sft(load_config(ROOT / "examples/real/smollm2-135m.toml", [f"run.seed={seed}"]), output=begun)
@@ -97,20 +106,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named sweeps, or all. Return the exit status of the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TITLES | REAL)}")
-    parser.add_argument("--real", action="store_true", help="without a name: those with a real language model")
+    parser.add_argument("--real", action="store_true", help="without NAME: those with a real language model")
     parser.add_argument("--processes", type=int, help="runs at a time")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     for seed in range(POLICIES):
         write_policy(ROOT / f"runs/paper/policies/{seed}", seed=seed)
+    cores = len(os.sched_getaffinity(0))
     for name in options.names or (REAL if options.real else TITLES):
         if name in REAL:
-            imitate(tomllib.loads((HERE / f"{name}.toml").read_text())["seeds"])
+            restore(name, root=ROOT)
+            seeds = tomllib.loads((HERE / f"{name}.toml").read_text())["seeds"]
+            imitate(seeds, known=kept_seeds(name))
         if name == "workers":
             write_reader(ROOT / "runs/paper/rooms")
         for one in (*BEFORE.get(name, ()), name):
-            path, cores = HERE / f"{one}.toml", len(os.sched_getaffinity(0))
-            if status := sweep(path, cores=cores, processes=options.processes, replace=False):
+            path = HERE / f"{one}.toml"
+            status = sweep(path, cores=cores, processes=options.processes, replace=False)
+            if one in REAL:
+                keep(load_sweep(path, cores=cores), root=ROOT)
+            if status:
                 return status
         write_evidence(json.loads((ROOT / f"runs/paper/{name}/results.json").read_text()), EVIDENCE)
     return 0
