@@ -24,7 +24,7 @@ from examples.quickstart.starter import new_tokenizer
 from tests.benchmarks.paper import rooms, tasks
 from tests.benchmarks.paper.__main__ import EVIDENCE, POLICIES, REAL, TITLES, write_evidence
 from tests.benchmarks.paper.policy import small_tokenizer, write_policy
-from tests.benchmarks.paper.records import keep, kept_seeds, restore
+from tests.benchmarks.paper.records import RECORDS, keep, kept_seeds, restore
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "tests/benchmarks/paper"
@@ -245,10 +245,11 @@ def test_evidence_of_a_sweep_is_a_figure_and_short_numbers(tmp_path: Path) -> No
 def test_runs_of_a_finished_seed_continue_in_another_checkout(
     paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, moved, records = paper.parents[2], tmp_path / "moved", tmp_path / "records"
-    shutil.copytree(root, moved, symlinks=True)
+    root, moved, records = tmp_path / "checkout", tmp_path / "moved", tmp_path / "records"
+    for folder in (root, moved):
+        shutil.copytree(paper.parents[2], folder, symlinks=True)
     monkeypatch.chdir(root)
-    plan = load_sweep(paper / "real_tasks.toml", cores=2)
+    plan = load_sweep(root / "tests/benchmarks/paper/real_tasks.toml", cores=2)
     for run in plan.runs:
         run.folder.mkdir(parents=True)
         write_config(run.folder, run.config.to_toml())
@@ -267,3 +268,16 @@ def test_runs_of_a_finished_seed_continue_in_another_checkout(
     require_unchanged(again, replace=False)
     assert {run.seed for run in again.runs if finished(run)} == {0, 2}
     assert {run.seed for run in again.runs if usage(run)["wall_s"] == 1.0} == {0, 2}
+
+
+@pytest.mark.parametrize("record", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_kept_runs_belong_to_the_sweep_in_the_repository(
+    record: Path, paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, seed = record.stem.rpartition("-")
+    checkout = Path(shutil.copytree(paper.parents[2], tmp_path / "checkout", symlinks=True))
+    monkeypatch.chdir(checkout)
+    restore(name, root=checkout)
+    plan = load_sweep(checkout / f"tests/benchmarks/paper/{name}.toml", cores=2)
+    require_unchanged(plan, replace=False)
+    assert all(finished(run) for run in plan.runs if run.seed == int(seed))

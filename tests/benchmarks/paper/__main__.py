@@ -1,8 +1,8 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
 The runs are in runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
-``make paper-real`` runs the sweeps with a real language model, which take about ten hours. It trains no seed
-whose runs are in tests/benchmarks/paper/records. Without this folder and runs/paper it trains all of them.
+``make paper-real`` runs the sweeps with a real language model, which take about eight hours. It trains no
+seed whose runs are in tests/benchmarks/paper/records. Without this folder and runs/paper it trains all seeds.
 """
 
 from __future__ import annotations
