@@ -1,8 +1,8 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
 The runs are in runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
-``make paper-real`` runs the sweeps with a real language model, which take about eight hours. It trains no
-seed whose runs are in tests/benchmarks/paper/records. Without this folder and runs/paper it trains all seeds.
+``make paper-real`` runs the sweeps with a real language model, which take about eight hours. It skips the
+seeds whose runs are in tests/benchmarks/paper/records. To train these too, delete that folder and runs/paper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl_train.sweep.command import sweep
 from agentrl_train.sweep.page import figure
 from agentrl_train.sweep.plan import load_sweep
 from tests.benchmarks.paper.policy import write_policy
-from tests.benchmarks.paper.records import keep, kept_seeds, restore
+from tests.benchmarks.paper.records import keep, restore
 from tests.benchmarks.paper.rooms import write_reader
 
 ROOT = Path(__file__).parents[3]
@@ -115,9 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     for name in options.names or (REAL if options.real else TITLES):
         if name in REAL:
-            restore(name, root=ROOT)
             seeds = tomllib.loads((HERE / f"{name}.toml").read_text())["seeds"]
-            imitate(seeds, known=kept_seeds(name))
+            imitate(seeds, known=restore(name, root=ROOT))
         if name == "workers":
             write_reader(ROOT / "runs/paper/rooms")
         for one in (*BEFORE.get(name, ()), name):

@@ -16,7 +16,7 @@ from agentrl_train.sweep.processes import finished
 RECORDS = Path(__file__).with_name("records")
 FILES = ("config.toml", "evaluations.jsonl", "metrics.jsonl", "summary.json")
 """Files of a run that the results of a sweep are computed from."""
-HERE = "{checkout}"
+CHECKOUT = "{checkout}"
 """Stands for the folder of the checkout in the texts."""
 
 
@@ -34,21 +34,18 @@ def keep(plan: Sweep, *, root: Path, records: Path = RECORDS) -> None:
         if all(map(finished, runs)):
             paths = [path for run in runs for path in (run.usage, *(run.folder / file for file in FILES))]
             texts = {
-                str(path.relative_to(root)): path.read_text("utf-8").replace(str(root), HERE)
+                str(path.relative_to(root)): path.read_text("utf-8").replace(str(root), CHECKOUT)
                 for path in paths
             }
             record = records / f"{plan.config.name}-{seed}.json"
             record.write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
 
 
-def restore(name: str, *, root: Path, records: Path = RECORDS) -> None:
-    """Write the kept runs of a sweep into a checkout, in place of its own runs with these seeds."""
-    for record in sorted(records.glob(f"{name}-*.json")):
+def restore(name: str, *, root: Path, records: Path = RECORDS) -> set[int]:
+    """Write the kept runs of a sweep into a checkout, in place of its own. Return their seeds."""
+    kept = {int(path.stem.rpartition("-")[2]): path for path in records.glob(f"{name}-*.json")}
+    for record in kept.values():
         for path, text in json.loads(record.read_text("utf-8")).items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text.replace(HERE, str(root)), encoding="utf-8")
-
-
-def kept_seeds(name: str, *, records: Path = RECORDS) -> set[int]:
-    """Return the seeds of a sweep whose runs are kept."""
-    return {int(path.stem.rpartition("-")[2]) for path in records.glob(f"{name}-*.json")}
+            (root / path).write_text(text.replace(CHECKOUT, str(root)), encoding="utf-8")
+    return set(kept)

@@ -45,7 +45,7 @@ def careless():
 
 
 def silent():
-    """Return an application whose episodes end after one step. Their reward has a misspelt name."""
+    """Return an application whose episodes end after one step, with the reward under a misspelt name."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
     class Say(Action):
