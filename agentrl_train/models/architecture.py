@@ -189,7 +189,7 @@ def _attend_in_groups(
     return seen.reshape(rows, heads, width, value.shape[-1])
 
 
-BLOCK_QUERIES = 64
+BLOCK_QUERIES = 128
 """Number of queries in a block. Only the scores of one block are in memory."""
 
 
