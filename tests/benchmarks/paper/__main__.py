@@ -11,13 +11,13 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl_train.cli.commands import sft
-from agentrl_train.config import load_config
 from agentrl_train.sweep.command import sweep
 from agentrl_train.sweep.page import figure
 from agentrl_train.sweep.plan import load_sweep
@@ -98,7 +98,9 @@ def imitate(seeds: Sequence[int], *, known: Collection[int]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             begun = folder.with_name(f"{seed}.begun")
             shutil.rmtree(begun, ignore_errors=True)
-            sft(load_config(ROOT / "examples/real/smollm2-135m.toml", [f"run.seed={seed}"]), output=begun)
+            # A process of its own: this one would keep its memory, as much as a run needs.
+            command = ["-m", "agentrl_train", "sft", "examples/real/smollm2-135m.toml", "-o", str(begun)]
+            subprocess.run([sys.executable, *command, "--set", f"run.seed={seed}"], cwd=ROOT, check=True)
             begun.rename(folder)
 
 
