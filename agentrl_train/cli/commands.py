@@ -28,6 +28,7 @@ from agentrl_train.config import RunConfig, TrainSection
 from agentrl_train.config.sections import Decay
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
+from agentrl_train.learner.learning_rates import defaults_of
 from agentrl_train.loss import Loss, sft_loss
 from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import DTYPES, chat_format, load_policy, save_policy
@@ -304,9 +305,10 @@ def imitate(
         ConfigError: no layer matches ``train.lora.targets``.
     """
     settings = config.sft
+    rates = defaults_of(model.num_parameters(), lora=config.train.lora is not None)
     kept = {"precision", "activation_checkpointing", "offload_optimizer", "lora"}
     train = TrainSection(
-        learning_rate=settings.learning_rate,
+        learning_rate=rates.imitation_rate if settings.learning_rate == "auto" else settings.learning_rate,
         betas=(0.9, 0.98),
         weight_decay=0.01,
         warmup_steps=min(20, settings.steps // 10),

@@ -23,6 +23,7 @@ from agentrl_train.config.loading import validated
 from agentrl_train.config.toml import literal
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
+from agentrl_train.learner.learning_rates import defaults_of
 from agentrl_train.models.loading import LARGE_MODEL, chat_format, copy_of, load_policy, open_policy
 from agentrl_train.placement.environments import Served, environments
 from agentrl_train.planning.defaults import (
@@ -31,7 +32,6 @@ from agentrl_train.planning.defaults import (
     IMITATION_STEPS,
     MANY_VALID_CALLS,
     Limits,
-    defaults_of,
     limits_of,
 )
 from agentrl_train.planning.measure import product_rates

@@ -106,8 +106,16 @@ def target(value: str, base: Path) -> str:
         return value
     path = absolute(source, base).resolve()
     if not path.exists():
-        raise ValueError(f"there is no {path}")
+        raise ValueError(_missing(source, base))
     return f"{path}{colon}{name}"
+
+
+def _missing(value: str, base: Path, *, kind: str = "") -> str:
+    """Return the error for a path that does not exist, with the right one if it is in the working directory."""
+    problem, here = f"there is no {kind}{absolute(value, base)}", Path(value).expanduser().absolute()
+    if here != absolute(value, base) and here.exists():
+        return f"{problem}; paths are relative to the folder of the configuration, so write {here}"
+    return problem
 
 
 def _task(value: str, base: Path) -> str:
@@ -127,12 +135,14 @@ def _model(value: str, base: Path) -> str:
         raise ValueError(f"{path} is not a GGUF file; give a .gguf file or a Hugging Face model folder")
     if path.exists():
         return str(path.resolve())
-    if value.count("/") == 1 and not value.startswith((".", "/", "~")):
-        return value  # a name on the hub
     if value in KNOWN_MODELS:
         if hint := fetch_hint(value):
             raise ValueError(hint)
         return value
+    if Path(value).expanduser().exists():  # elsewhere than in the folder of the configuration
+        raise ValueError(_missing(value, base))
+    if value.count("/") == 1 and not value.startswith((".", "/", "~")):
+        return value  # a name on the hub
     near = get_close_matches(value, KNOWN_MODELS, n=1)
     raise ValueError(
         f"there is no {path}; "
@@ -143,7 +153,7 @@ def _model(value: str, base: Path) -> str:
 def _file(value: str, base: Path) -> str:
     path = absolute(value, base)
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(_missing(value, base, kind="file "))
     return str(path)
 
 

@@ -259,8 +259,10 @@ class Decay(Function):
 class TrainSection(Section):
     """The optimizer, and the memory and processes of the learner."""
 
-    learning_rate: Positive = 1e-5
-    """Peak learning rate of AdamW."""
+    learning_rate: Positive | Literal["auto"] = "auto"
+    """Peak learning rate of AdamW. "auto" depends on the size of the model: 5e-4 up to 10 million parameters,
+    2e-5 up to 200 million, 5e-6 up to 1 billion, 2e-6 up to 3 billion, 1e-6 above, and ten times as much for
+    adapters."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
     """Betas of AdamW."""
     weight_decay: NonNegative = 0.0
@@ -319,8 +321,9 @@ class SftSection(Section):
     thousands."""
     batch_size: Count = 16
     """Episodes per optimizer step."""
-    learning_rate: Positive = 1e-4
-    """Peak learning rate of AdamW."""
+    learning_rate: Positive | Literal["auto"] = "auto"
+    """Peak learning rate of AdamW. "auto" depends on the size of the model: 1e-3 up to 10 million parameters,
+    1e-4 up to 200 million, 5e-5 up to 1 billion, 2e-5 up to 3 billion, 1e-5 above."""
 
 
 class RunSection(Section):

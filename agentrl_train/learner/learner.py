@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_train.config import TrainSection
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
+from agentrl_train.learner.learning_rates import learning_rate_of
 from agentrl_train.learner.logprobs import (
     WHOLE,
     Part,
@@ -226,6 +227,7 @@ class Learner:
         train, loss = train or TrainSection(), loss or Loss()
         place = place or Place(device=model.device)
         train = train.model_copy(update={"precision": precision_of(train, model, place)})
+        self._learning_rate = learning_rate_of(train, model)
         self.model = model
         self.settings = train
         self.temperature = temperature
@@ -259,7 +261,7 @@ class Learner:
             self._updated = self._host.copies
         self._optimizer = torch.optim.AdamW(
             _parameter_groups(self._updated.values(), train.weight_decay),
-            lr=train.learning_rate,
+            lr=self._learning_rate,
             betas=train.betas,
             fused=True,
         )
@@ -398,7 +400,7 @@ class Learner:
         except BadUpdate:
             self.model.zero_grad(set_to_none=True)
             raise
-        rate = self.settings.learning_rate * self._lr_fraction()
+        rate = self._learning_rate * self._lr_fraction()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         with self._span("optimizer"), self._host.updating() if self._host is not None else nullcontext():

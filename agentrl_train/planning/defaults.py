@@ -1,12 +1,10 @@
-"""Suitable settings for a model of a given size. docs/how-to/real-models.md has the sources."""
+"""Token limits and imitation that suit a task and a model. docs/how-to/real-models.md explains them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LORA_FACTOR = 10.0
-"""Ratio of the learning rates of adapters and of all weights."""
 TURN_MARGIN, EPISODE_MARGIN = 1.5, 2.0
 """Factor of a policy's limits over the longest turn and the longest episode of the experts."""
 MANY_VALID_CALLS = 0.8
@@ -14,39 +12,6 @@ MANY_VALID_CALLS = 0.8
 IMITATION_STEPS, FEW_IMITATION_STEPS = 30, 10
 FASTER = 1.5
 """bfloat16 is used on a CPU if it is faster than float32 by this factor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """Settings of models up to a size, if all weights are trained."""
-
-    parameters: float
-    """Largest number of parameters."""
-    learning_rate: float
-    imitation_rate: float
-    """Learning rate of ``agentrl-train sft``."""
-    max_grad_norm: float
-
-
-BY_SIZE = (
-    Defaults(parameters=10e6, learning_rate=5e-4, imitation_rate=1e-3, max_grad_norm=0.1),
-    Defaults(parameters=200e6, learning_rate=2e-5, imitation_rate=1e-4, max_grad_norm=1.0),
-    Defaults(parameters=1e9, learning_rate=5e-6, imitation_rate=5e-5, max_grad_norm=1.0),
-    Defaults(parameters=3e9, learning_rate=2e-6, imitation_rate=2e-5, max_grad_norm=1.0),
-    Defaults(parameters=float("inf"), learning_rate=1e-6, imitation_rate=1e-5, max_grad_norm=1.0),
-)
-
-
-def defaults_of(parameters: int, *, lora: bool) -> Defaults:
-    """Return the defaults of a model of this size."""
-    found = next(one for one in BY_SIZE if parameters <= one.parameters)
-    factor = LORA_FACTOR if lora else 1.0
-    return Defaults(
-        parameters=found.parameters,
-        learning_rate=factor * found.learning_rate,
-        imitation_rate=min(factor * found.imitation_rate, max(2e-4, found.imitation_rate)),
-        max_grad_norm=found.max_grad_norm,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,15 @@ def test_hub_name_is_unchanged(config_file: Path):
     assert load_config(config_file, ["model.path=Qwen/Qwen3-0.6B"]).model.path == "Qwen/Qwen3-0.6B"
 
 
+@pytest.mark.parametrize("override", ["model.path=models/mine", 'environments.0.serve=["models/mine"]'])
+def test_path_relative_to_the_working_directory_is_reported(
+    config_file: Path, tmp_path: Path, monkeypatch, override: str
+):
+    (folder := tmp_path / "elsewhere" / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert f"relative to the folder of the configuration, so write {folder}" in refusal(config_file, override)
+
+
 def test_unknown_key_suggests_nearest_name(config_file: Path):
     assert "unknown key train.learning_rat; did you mean learning_rate?" in refusal(
         config_file, "train.learning_rat=1e-3"

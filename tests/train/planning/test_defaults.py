@@ -1,22 +1,6 @@
-"""Default settings by the size of a model."""
+"""Token limits by the turns of experts."""
 
-from itertools import pairwise
-
-from agentrl_train.planning.defaults import BY_SIZE, LORA_FACTOR, defaults_of, limits_of
-
-
-def test_larger_models_have_lower_learning_rates() -> None:
-    assert BY_SIZE[-1].parameters == float("inf")
-    for small, large in pairwise(BY_SIZE):
-        assert small.parameters < large.parameters
-        assert small.learning_rate > large.learning_rate
-        assert small.imitation_rate > large.imitation_rate
-
-
-def test_adapters_have_ten_times_the_learning_rate() -> None:
-    full, lora = (defaults_of(500_000_000, lora=lora) for lora in (False, True))
-    assert lora.learning_rate == LORA_FACTOR * full.learning_rate
-    assert 2e-4 >= lora.imitation_rate > full.imitation_rate
+from agentrl_train.planning.defaults import limits_of
 
 
 def test_limits_have_a_margin_over_the_longest_turn_and_episode_of_the_experts() -> None:
