@@ -16,5 +16,5 @@ def fetch_model(name: str) -> int:
         folder = fetch(name)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"model: {folder}")
-    console.print(f"next: agentrl-train run CONFIG.toml --set model.path={name}")
+    console.print(f"next: agentrl-train init {name} TASK")
     return 0

@@ -425,7 +425,9 @@ def _next_steps(output: Path, *, name: str, imitates: bool) -> Iterator[str]:
     yield f"wrote {output}"
     yield f"agentrl-train plan {file}"
     if imitates:
-        yield f"agentrl-train sft {file} -o models/{name}-sft"
-        yield f"agentrl-train run {file} --set model.path=models/{name}-sft"
+        # --output is relative to the working directory, and a path in --set to the file.
+        model = Path("models", f"{name}-sft")
+        yield f"agentrl-train sft {file} -o {shlex.quote(str(output.parent / model))}"
+        yield f"agentrl-train run {file} --set model.path={model}"
     else:
         yield f"agentrl-train run {file}"

@@ -48,6 +48,17 @@ def test_configuration_is_valid_and_explains_its_choices(
     assert f"agentrl-train plan {tmp_path / 'one.toml'}" in capsys.readouterr().out
 
 
+def test_next_commands_train_the_model_that_imitates(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path, measured=False)
+    *_, imitate, run = (shlex.split(line) for line in capsys.readouterr().out.splitlines())
+    file, folder = tmp_path / "one.toml", Path(imitate[imitate.index("-o") + 1])
+    assert imitate[:3] == ["agentrl-train", "sft", str(file)]
+    (tmp_path / folder).mkdir(parents=True)
+    assert load_config(file, [run[run.index("--set") + 1]]).model.path == str(folder)
+
+
 @pytest.mark.extended
 @pytest.mark.slow
 def test_configuration_of_adapters_has_the_learning_rate_for_adapters(model: str, tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def test_fetch_command_prints_the_folder_and_the_next_command(cache: Path) -> No
     done = CliRunner().invoke(app, ["fetch", "smollm2-135m"])
     assert done.output.splitlines() == [
         f"model: {cache}/models/smollm2-135m",
-        "next: agentrl-train run CONFIG.toml --set model.path=smollm2-135m",
+        "next: agentrl-train init smollm2-135m TASK",
     ]
 
 
