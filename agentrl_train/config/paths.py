@@ -111,7 +111,7 @@ def target(value: str, base: Path) -> str:
 
 
 def _missing(value: str, base: Path, *, kind: str = "") -> str:
-    """Return the error for a path that does not exist, with the right one if it is in the working directory."""
+    """Return the error for a missing path, with the one to write if it exists in the working directory."""
     problem, here = f"there is no {kind}{absolute(value, base)}", Path(value).expanduser().absolute()
     if here != absolute(value, base) and here.exists():
         return f"{problem}; paths are relative to the folder of the configuration, so write {here}"
