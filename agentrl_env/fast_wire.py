@@ -9,13 +9,14 @@ can read messages of both kinds. If a structure cannot read a text, the model re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from agentrl_env.errors import WireError
 from agentrl_env.types import TRUNCATED, Message, SessionStatus
@@ -26,7 +27,8 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of a decoder of these structures. The models then read the text or report the error."""
 _UNWRITABLE = (ValueError, OverflowError, RecursionError, TypeError)
 _RUNNING = SessionStatus.RUNNING  # looking up or hashing an enum member is slow
-_ENCODE = msgspec.json.Encoder().encode
+_OUTER_LEVELS = 100
+"""Levels of nesting that answers of all protocols may add to a value. A client can parse 200 levels."""
 _Seq = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 # Like ``model_dump_json``, but without an intermediate str.
 message_to_json: Callable[[Message], bytes] = Message.__pydantic_serializer__.to_json
@@ -117,6 +119,27 @@ decode_step_body: Callable[[bytes | str], FastStepBody] = msgspec.json.Decoder(F
 decode_batch: Callable[[bytes | str], FastBatch] = msgspec.json.Decoder(FastBatch).decode
 
 
+def _plain(value: Any) -> object:
+    """Convert a value that msgspec cannot encode to a number, a list or a dict, or else to its text."""
+    if isinstance(value, Raw):
+        return json.loads(bytes(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, int | float):  # a subclass, which msgspec does not encode
+        return int(value) if isinstance(value, int) else float(value)
+    try:
+        plain = value.tolist()  # an array or scalar of NumPy, or a tensor
+        if type(plain) not in _BUILTINS and isinstance(plain, Real):
+            plain = float(plain)  # NumPy's longdouble returns itself
+    except Exception:
+        return str(value)
+    return plain if type(plain) in _BUILTINS else str(value)
+
+
+_BUILTINS = (bool, int, float, str, list, tuple, type(None))
+_ENCODE = msgspec.json.Encoder().encode  # without the hook, which would change keys to text
+
+
 def encode(value: Struct | BaseModel) -> bytes:
     """Return a message or a step as JSON. Text that UTF-8 cannot encode is replaced."""
     if isinstance(value, Struct):  # checked first, because the check for a pydantic model is slow
@@ -149,12 +172,33 @@ def encode_result(
     return encode(_Result(session_id, seq, parts, reward, terminated, truncated, status, metrics, info))
 
 
+def encoded_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``info`` of an environment as it arrives at a client.
+
+    NaN and infinity become None, arrays become lists, and other objects become text. Raises ValueError,
+    TypeError or RecursionError if the info cannot be encoded as JSON, or any exception of an object in it.
+    """
+    given = dict(info)
+    try:
+        text = _ENCODE(given)
+    except _UNWRITABLE:
+        text = _encode_leniently(msgspec.to_builtins(given, enc_hook=_plain))
+    check_nesting(text)
+    parsed: dict[str, Any] = from_json(text)
+    return parsed
+
+
+def check_nesting(text: bytes) -> None:
+    """Raise ValueError if JSON is nested so deep that a client cannot parse an answer that contains it."""
+    if text.count(b"[") + text.count(b"{") > _OUTER_LEVELS:
+        from_json(b"[" * _OUTER_LEVELS + text + b"]" * _OUTER_LEVELS)
+
+
 def _encode_leniently(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, default=_plain).encode("utf-8", "replace")
-
-
-def _plain(value: object) -> object:
-    return json.loads(bytes(value)) if isinstance(value, Raw) else str(value)
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    if "NaN" in text or "Infinity" in text:  # constants that are not JSON, or text
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+    return text.encode("utf-8", "replace")
 
 
 def encode_items(name: str, items: Iterable[bytes | WireError]) -> bytes:

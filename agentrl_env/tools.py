@@ -11,11 +11,19 @@ from functools import cache, partial
 from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
-from pydantic_core import PydanticSerializationError
 
 from agentrl_env.author_code import describe
 from agentrl_env.errors import DefinitionError, ToolError
-from agentrl_env.fast_wire import AnyToolCall, AssistantMessage, ToolAnswer, encode, encode_result
+from agentrl_env.fast_wire import (
+    AnyToolCall,
+    AssistantMessage,
+    ToolAnswer,
+    check_nesting,
+    encode,
+    encode_result,
+    encoded_info,
+    message_to_json,
+)
 from agentrl_env.json_schema import SchemaArguments
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
@@ -246,7 +254,7 @@ class StepBuilder:
             self.calling = environment.answer_message
             message = Message.model_validate_json(encode(self.message))
             value = await invoke("answer_message", partial(environment.answer_message, message), None)
-            self.messages += as_messages(self._take(value), "answer_message()")
+            self.messages += as_messages(self._take(value, "answer_message"), "answer_message()")
             return
         if not calls:
             self.calling = environment.respond
@@ -254,7 +262,7 @@ class StepBuilder:
                 value = await invoke("respond", partial(environment.respond, _text(self.message)), None)
             except ToolError as error:
                 value = str(error)
-            self.messages += as_messages(self._take(value), "respond()")
+            self.messages += as_messages(self._take(value, "respond"), "respond()")
             return
         for position, request in enumerate(calls):
             call = self._parse(tools, request)
@@ -265,7 +273,7 @@ class StepBuilder:
                 method = self.calling = partial(getattr(environment, tool.attribute), **arguments)
                 value = await invoke(tool.name, method, tool.timeout)
             except ToolError as error:
-                self.messages += tool_messages(self._take(str(error)), request.id, tool.name)
+                self.messages += tool_messages(self._take(str(error), tool.name), request.id, tool.name)
                 continue
             except TimeLimitReached:
                 self._skip(calls[position:], "the time limit was reached")
@@ -273,7 +281,7 @@ class StepBuilder:
             except LoopTimeSpent as error:
                 self._skip(calls[position:], str(error))
                 return
-            self.messages += tool_messages(self._take(value), request.id, tool.name)
+            self.messages += tool_messages(self._take(value, tool.name), request.id, tool.name)
             if self.done:
                 self._skip(calls[position + 1 :], "the task has ended")
                 return
@@ -313,13 +321,19 @@ class StepBuilder:
             self._reject(request, str(error))
             return None
 
-    def _take(self, value: object) -> object:
-        """Add the reward and the metrics of a return value, and return its content."""
+    def _take(self, value: object, caller: str) -> object:
+        """Add the reward, the metrics and the info of a return value, and return its content.
+
+        Args:
+            value: the return value.
+            caller: name of the tool or method that returned it.
+        """
         if isinstance(value, Reply):
-            self.reward += _finite(value.reward, "reward")
+            self.reward = _sum(self.reward, _finite(value.reward, "reward"), "reward")
             for name, number in _numbers(value.metrics).items():
-                self.metrics[name] = self.metrics.get(name, 0.0) + number
-            self.info.update(value.info)
+                self.metrics[name] = _sum(self.metrics.get(name, 0.0), number, f"metric {name}")
+            if value.info:
+                self._add_info(value.info, caller)
             if isinstance(value, Done):
                 self.done, self.truncated = True, value.truncated
             value = value.content
@@ -330,6 +344,16 @@ class StepBuilder:
             value = cut(value, self.room)
         self.room -= len(value)
         return value
+
+    def _add_info(self, info: Mapping[str, Any], caller: str) -> None:
+        """Add the info of a return value. Raises DefinitionError if it cannot be encoded as JSON."""
+        try:
+            self.info.update(encoded_info(info))
+        except BaseException as error:  # an object's __str__ can raise anything
+            raise DefinitionError(
+                f"info of {caller}() cannot be sent as JSON: {describe(error)}; use dicts with text as keys, "
+                "lists, text, numbers, booleans or None"
+            ) from error
 
     def _reject(self, request: AnyToolCall, reason: str) -> None:
         self.metrics["invalid_calls"] += 1.0
@@ -402,12 +426,19 @@ def as_messages(content: object, where: str) -> list[Message]:
             f"{where} returned {type(content).__name__}; return a str, a Message or a list of them"
             f"{_remedy(content, where)}"
         )
-    try:
-        for message in messages:
-            message.model_dump_json()
-    except PydanticSerializationError as error:
-        raise DefinitionError(f"{where} returned a message that cannot be sent as JSON: {error}") from None
+    for message in messages:
+        _check_json(message, where)
     return messages
+
+
+def _check_json(message: Message, where: str) -> None:
+    """Raise DefinitionError if a message cannot be encoded as JSON, or cannot be parsed again."""
+    try:
+        text = message_to_json(message)
+        if isinstance(message.content, list):
+            check_nesting(text)
+    except ValueError as error:
+        raise DefinitionError(f"{where} returned a message that cannot be sent as JSON: {error}") from None
 
 
 def _remedy(content: object, where: str) -> str:
@@ -423,14 +454,15 @@ def _remedy(content: object, where: str) -> str:
 def as_move(move: object) -> Message:
     """Convert ``ToolCall | str | Message`` to an assistant message. Raises DefinitionError."""
     if isinstance(move, ToolCall):
-        return Message.assistant(None, move)
-    if isinstance(move, str):
-        return Message.assistant(move)
-    if isinstance(move, Message) and move.role == "assistant":
-        return move
-    raise DefinitionError(
-        f"expert() returned {type(move).__name__}; return a ToolCall, a str or an assistant Message"
-    )
+        move = Message.assistant(None, move)
+    elif isinstance(move, str):
+        move = Message.assistant(clean(move))
+    if not isinstance(move, Message) or move.role != "assistant":
+        raise DefinitionError(
+            f"expert() returned {type(move).__name__}; return a ToolCall, a str or an assistant Message"
+        )
+    _check_json(move, "expert()")
+    return move
 
 
 def clean(text: str) -> str:
@@ -455,6 +487,14 @@ def _text(message: AssistantMessage) -> str:
 def _numbers(metrics: Mapping[Any, object]) -> dict[str, float]:
     """Return metrics as floats. Raises DefinitionError unless the names are valid and the values finite."""
     return {clean(str(name)): _finite(value, f"metric {name}") for name, value in metrics.items()}
+
+
+def _sum(total: float, number: float, what: str) -> float:
+    """Return the sum of two finite numbers. Raises DefinitionError if it is too large for a float."""
+    total += number
+    if not math.isfinite(total):
+        raise DefinitionError(f"the sum of {what} in one step must be a finite number, got {total!r}")
+    return total
 
 
 def _finite(value: object, what: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def transcript(session: Session, after: int | None) -> Transcript:
         sample=session.sample,
         status=session.status,
         turn=session.turn,
-        reward=session.episode_return,
+        reward=_finite(session.episode_return),
         messages=session.opening if first else (),
         tools=session.info().tools if first else (),
         turns=tuple(
@@ -103,12 +104,17 @@ def _summary(session: Session, server: str, since: float | None, now: float, beg
         seed=sample.seed,
         status=session.status,
         turn=session.turn,
-        reward=session.episode_return,
+        reward=_finite(session.episode_return),
         began=began,
         age_s=now - session.began,
         idle_s=None if since is None else now - since,
         error=_reason(session),
     )
+
+
+def _finite(reward: float) -> float:
+    """Return a sum of rewards, or the largest float if the sum is infinite, because JSON has no infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, reward))
 
 
 def _next(rows: Sequence[SessionSummary], there: int) -> str | None:

@@ -508,6 +508,83 @@ async def test_reward_must_be_a_finite_number(value):
         await play(ToolCall.of("gain"), call=give)
 
 
+@pytest.mark.parametrize("reply", [Reply("x", reward=1e308), Reply("x", metrics={"a": 1e308})])
+async def test_sums_of_one_step_must_be_finite_numbers(reply):
+    async def give(name, call, timeout):
+        return reply
+
+    with pytest.raises(DefinitionError, match=r"the sum of .* must be a finite number, got inf"):
+        await play(ToolCall.of("gain"), ToolCall.of("gain"), call=give)
+
+
+class Unprintable:
+    """Raises the given exception when it is converted to text."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __str__(self):
+        raise self.error
+
+
+class Panic(BaseException):
+    """An exception that is not an Exception, as Rust extensions raise."""
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+CIRCULAR: dict[str, object] = {}
+CIRCULAR["self"] = CIRCULAR
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({(0, 1): 3}, "keys must be str, int, float, bool or None, not tuple"),
+        (CIRCULAR, "RecursionError"),
+        (nested(150), "recursion limit exceeded"),
+        ([10**5000], "Exceeds the limit"),
+        (Unprintable(ValueError("no text")), "ValueError: no text"),
+        (Unprintable(Panic("boo")), "Panic: boo"),
+    ],
+)
+async def test_info_that_cannot_be_sent_fails_with_the_name_of_its_tool(value, reason):
+    replies = iter([Reply("a"), Reply("b", info={"cells": value})])
+
+    async def give(name, call, timeout):
+        return next(replies)
+
+    with pytest.raises(DefinitionError) as raised:
+        await play(ToolCall.of("note", text="x"), ToolCall.of("gain"), call=give)
+    assert str(raised.value).startswith("info of gain() cannot be sent as JSON: ")
+    assert reason in str(raised.value)
+    assert "use dicts with text as keys" in str(raised.value)
+
+
+async def test_info_is_that_of_the_return_even_if_its_objects_change_later():
+    cells = [1]
+
+    async def give(name, call, timeout):
+        if name == "note":
+            return Reply("a", info={"cells": cells})
+        cells.append({0})
+        return Reply("b", info={"n": np.int64(2)})
+
+    turn = await play(ToolCall.of("note", text="x"), ToolCall.of("gain"), call=give)
+    assert turn.info == {"cells": [1], "n": 2}
+
+
+def test_messages_nested_too_deep_for_clients_are_rejected():
+    content = [{"type": "json", "value": nested(150)}]
+    with pytest.raises(DefinitionError, match=r"f\(\) returned a message that cannot be sent as JSON"):
+        tool_messages(Message(role="tool", content=content), "id7", "f")
+
+
 def test_success_defaults_to_a_return_of_one():
     def success(scores, before, reward):
         turn = StepBuilder(Message.assistant(), 0.0)

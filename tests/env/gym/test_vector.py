@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from agentrl_env import Done, EnvClient, Environment, GymEnv, tool
+from agentrl_env import Done, EnvClient, Environment, GymEnv, Reply, tool
 from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import (
     AgentRLError,
@@ -1013,3 +1013,24 @@ def test_infos_error_is_an_agentrl_error(make):
     infos = env.step([call(BREAKS)])[-1]
     with pytest.raises(AgentRLError, match="unlucky"):
         raise infos["error"][0]
+
+
+class Unsendable(Pick):
+    """Pick, but 13 returns info that is not JSON."""
+
+    @tool
+    def pick(self, n: int):
+        """Pick a number."""
+        return Reply("No.", info={"cells": {(0, 1): 3}} if n == BREAKS else {"seen": np.arange(2)})
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_info_that_cannot_be_sent_fails_only_its_episode(make, monkeypatch, blocking):
+    monkeypatch.setattr(Unsendable, "blocking", blocking)
+    env = make(3, Unsendable)
+    env.reset(seed=0)
+    results = env.step([call(0), call(BREAKS), call(0)])
+    assert_failed(results, 1, EnvironmentFailed)
+    assert "info of pick() cannot be sent as JSON" in str(results[-1]["error"][1])
+    assert results[-1]["seen"].tolist() == [[0, 1], None, [0, 1]]
+    assert env.running.tolist() == [True, False, True]

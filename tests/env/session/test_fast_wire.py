@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +16,7 @@ from pydantic import ValidationError
 
 from agentrl_env import Message, StepResult, ToolCall
 from agentrl_env.errors import InvalidRequest
-from agentrl_env.fast_wire import FastMessage, FastStep, ToolAnswer, encode, encode_result
+from agentrl_env.fast_wire import FastMessage, FastStep, ToolAnswer, encode, encode_result, encoded_info
 from agentrl_env.server.api import read_step
 from agentrl_env.types import SessionStatus
 from agentrl_env.wire import StepBody, StepRequest
@@ -163,3 +166,76 @@ def test_large_integers_in_content_parts_are_preserved():
     message = Message(role="assistant", content=[{"type": "text", "n": 2**80}])
     fast = msgspec.convert(message.wire(), FastMessage)
     assert Message.model_validate_json(encode(fast)) == message
+
+
+def strict(answer: bytes) -> Any:
+    """Parse an answer with the decoder of a controller, which rejects NaN and Infinity."""
+    return msgspec.json.decode(answer)
+
+
+@pytest.mark.parametrize("other", [np.int64(3), "\ud800", {None: 1}])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf")])
+def test_numbers_that_are_not_finite_become_null_beside_any_other_value(number, other):
+    info = {"mean": number, "list": [number], "other": other, "text": "NaN, Infinity"}
+    answer = encode_result("id", 1, [], 0.0, SessionStatus.RUNNING, {}, {"info": info})
+    for found in (strict(answer)["info"]["info"], encoded_info(info)):
+        assert (found["mean"], found["list"], found["text"]) == (None, [None], "NaN, Infinity")
+
+
+def test_content_parts_with_nan_and_surrogates_are_valid_json():
+    message = Message(role="user", content=[{"type": "text", "text": "\ud800", "score": math.nan}])
+    answer = encode_result("id", 1, [message], 0.0, SessionStatus.RUNNING, {}, {})
+    assert strict(answer)["messages"][0]["content"] == [{"type": "text", "text": "?", "score": None}]
+
+
+class Count(int):
+    """An integer of a subclass."""
+
+
+class Celsius(float):
+    """A float of a subclass."""
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (np.longdouble(1.5), 1.5),
+        (np.True_, True),
+        (np.arange(3), [0, 1, 2]),
+        (np.array([[1.5, np.nan]]), [[1.5, None]]),
+        (np.array(3), 3),
+        (np.array([{"a": np.int8(1)}], dtype=object), [{"a": 1}]),
+        ({np.int64(2): np.float64(0.5)}, {"2": 0.5}),
+        (Count(3), 3),
+        (Celsius(1.5), 1.5),
+        (MappingProxyType({"a": np.int8(1)}), {"a": 1}),
+    ],
+)
+def test_numbers_and_arrays_of_info_stay_numbers_and_lists(value, wanted):
+    found = encoded_info({"value": value})["value"]
+    assert found == wanted
+    assert type(found) is type(wanted)
+
+
+class Array:
+    """An object with a text and the given ``tolist``."""
+
+    def __init__(self, tolist: Any) -> None:
+        self.tolist = tolist
+
+    def __str__(self) -> str:
+        return "its text"
+
+
+@pytest.mark.parametrize("tolist", [3, lambda: 1 / 0, lambda: Array(3), lambda: {1j}, lambda: 1j])
+def test_object_with_an_unusable_tolist_becomes_its_text(tolist):
+    info = encoded_info({"value": Array(tolist), "usable": Array(lambda: (1, 2))})
+    assert info == {"value": "its text", "usable": [1, 2]}
+
+
+def test_endless_tolist_raises_an_error():
+    array = Array(lambda: [array])
+    with pytest.raises(RecursionError):
+        encoded_info({"value": array})

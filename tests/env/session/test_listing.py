@@ -1,5 +1,7 @@
 """Operator calls: session lists, transcripts and the fleet, and the files of the dashboard."""
 
+import sys
+
 import httpx
 import pytest
 from websockets.asyncio.client import connect
@@ -14,7 +16,7 @@ from agentrl_env.session.listing import merge_lists
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.session.session import MAX_TURNS
 from agentrl_env.types import FleetInfo
-from agentrl_env.wire import OpenRequest, SessionQuery, TranscriptRequest
+from agentrl_env.wire import OpenRequest, SessionList, SessionQuery, Transcript, TranscriptRequest
 from tests.env.tasks import Clock, Guess, Quick, close_session, expire_idle, play_step
 
 
@@ -292,3 +294,12 @@ async def opened_at(server):
 
 def bearer(token):
     return {"authorization": f"Bearer {token}"}
+
+
+async def test_infinite_return_is_shown_as_the_largest_float(pool, service):
+    session_id = await opened(pool)
+    for seq in (1, 2):
+        await play_step(pool, session_id, seq, Message.assistant(None, ToolCall.of("gain", amount=1.5e308)))
+    rows, turns = await listed(service), await transcript_of(service, session_id)
+    assert SessionList.model_validate_json(rows.model_dump_json()).sessions[0].reward == sys.float_info.max
+    assert Transcript.model_validate_json(turns.model_dump_json()).reward == sys.float_info.max
