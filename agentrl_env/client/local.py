@@ -6,8 +6,11 @@ import asyncio
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
-from agentrl_env.errors import ClientClosed, WireError
+from agentrl_env.errors import ClientClosed, InvalidRequest, WireError
+from agentrl_env.fast_wire import message_to_json
+from agentrl_env.session.observer import server_bug
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import Message, StepResult
 from agentrl_env.wire import CLOSE, Call, Error, OpenBatch, OpenBatchAnswer, OpenRequest, StepRequest
@@ -31,8 +34,16 @@ class LocalBackend:
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
         """Play one assistant message."""
+        if isinstance(message.content, list):
+            _check_parts(message)
         request = StepRequest.model_construct(session_id=session_id, seq=seq, message=message)
-        return StepResult.model_validate_json(await self.pool.step(request))
+        try:
+            answer = await self.pool.step(request)
+        except WireError:
+            raise
+        except Exception as error:  # as over HTTP, so that other steps of the caller's batch continue
+            raise server_bug(error) from error
+        return StepResult.model_validate_json(answer)
 
     async def aclose(self) -> None:
         """Close every session."""
@@ -42,5 +53,14 @@ class LocalBackend:
     async def _open(self, request: OpenRequest) -> Any:
         try:
             return await self.pool.open(request)
-        except WireError as error:
-            return Error.model_validate(error.wire())
+        except Exception as error:
+            known = error if isinstance(error, WireError) else server_bug(error)
+            return Error.model_validate(known.wire())
+
+
+def _check_parts(message: Message) -> None:
+    """Raise InvalidRequest, as over HTTP, if the parts of a message cannot be encoded as JSON."""
+    try:
+        message_to_json(message)
+    except PydanticSerializationError as error:
+        raise InvalidRequest(f"the message cannot be sent as JSON: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.author_code import author_frames
+from agentrl_env.errors import InternalError
 
 if TYPE_CHECKING:
     from agentrl_env.session.session import Session
@@ -59,3 +60,9 @@ def log_failure(session: Session, what: str, error: BaseException) -> None:
     message = f"{what} of task {task} failed in session {session.session_id}"
     facts = {"session_id": session.session_id, "task": task}
     logger.warning(message, exc_info=author_frames(error), extra={"facts": facts})
+
+
+def server_bug(error: BaseException) -> InternalError:
+    """Log an unexpected exception with its traceback, and return the error for the caller."""
+    logger.error("a bug in the server", exc_info=error)
+    return InternalError(f"a bug in the server: {type(error).__name__}")

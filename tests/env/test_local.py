@@ -7,6 +7,8 @@ from agentrl_env import EnvClient, Message, SessionStatus, ToolCall
 from agentrl_env.errors import (
     DefinitionError,
     EnvironmentFailed,
+    InternalError,
+    InvalidRequest,
     NotSupported,
     ServerFull,
     SessionEnded,
@@ -156,3 +158,27 @@ def test_logged_traceback_of_a_failure_starts_in_the_authors_code(caplog):
     text = logging.Formatter().format(record)
     assert "in reset\n" in text
     assert "executor.py" not in text
+
+
+async def test_message_whose_parts_cannot_be_sent_is_an_invalid_request_and_plays_no_step():
+    circular: dict[str, object] = {"type": "text"}
+    circular["self"] = circular
+    message = Message(role="assistant", content=[circular], tool_calls=(ToolCall.of("note", text="x"),))
+    async with Quick.local() as client:
+        session = await client.open("quick")
+        with pytest.raises(InvalidRequest, match="the message cannot be sent as JSON"):
+            await session.step(message)
+        assert (await session.step(ToolCall.of("note", text="x"))).messages[0].content.startswith("1 ")
+
+
+async def test_bug_in_a_step_is_an_internal_error_as_over_http(monkeypatch):
+    async with Quick.local() as client:
+        session = await client.open("quick")
+
+        async def fail(request):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(client.backend.pool, "step", fail)
+        with pytest.raises(InternalError, match="a bug in the server: ZeroDivisionError") as raised:
+            await session.step("x")
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)

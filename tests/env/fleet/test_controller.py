@@ -4,11 +4,13 @@ import asyncio
 import json
 
 import httpx
+import numpy as np
 import pytest
 from websockets.asyncio.client import connect
 
-from agentrl_env import EnvClient, Message, ToolCall
+from agentrl_env import EnvClient, Message, Reply, ToolCall, tool
 from agentrl_env.errors import (
+    InternalError,
     ServeError,
     ServerDraining,
     ServerFull,
@@ -24,7 +26,7 @@ from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.auth import link_token
 from agentrl_env.testing import run_checks
 from agentrl_env.types import SessionStatus
-from agentrl_env.wire import OpenRequest
+from agentrl_env.wire import OpenRequest, SessionQuery
 from tests.env.tasks import Clock, Guess, Quick, Slow, until
 
 
@@ -86,6 +88,57 @@ async def test_errors_in_the_batch_of_an_agent_are_passed_on():
             assert ended["status"] == "completed"
             assert "info" not in ended
             assert error["error"]["type"] == "session_ended"
+
+
+class Stats(Quick):
+    """Its numbers are not finite, or too large to add."""
+
+    @tool
+    def measure(self):
+        """Return info with NaN and a NumPy number, which the fast encoder does not know."""
+        return Reply("measured", info={"mean": float("nan"), "n": np.int64(3)})
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_nan_in_info_loses_neither_its_session_nor_the_server(together):
+    async with Site() as site:
+        server = await site.serve(Stats)
+        sessions = [await site.client.open("stats") for _ in range(3)]
+        for _ in range(2):
+            steps = [session.step(ToolCall.of("measure")) for session in sessions]
+            results = await asyncio.gather(*steps) if together else [await step for step in steps]
+            assert [result.info for result in results] == [{"mean": None, "n": 3}] * 3
+        assert set(site.fleet.servers) == {server.pool.server_id}
+
+
+async def test_infinite_return_of_a_listed_session_loses_no_server():
+    async with Site() as site:
+        server = await site.serve(Stats)
+        session = await site.client.open("stats")
+        for _ in range(2):
+            await session.step(ToolCall.of("gain", amount=1.5e308))
+        (row,) = (await site.fleet.sessions(SessionQuery())).sessions
+        assert row.session_id == session.session_id
+        assert set(site.fleet.servers) == {server.pool.server_id}
+
+
+async def test_bug_in_the_steps_of_one_server_fails_no_other_step(monkeypatch):
+    async with Site() as site:
+        await site.serve(Quick)
+        await site.serve(Quick)
+        first, second = [await site.client.open("quick") for _ in range(2)]
+        find = site.fleet.registry.routing.find
+
+        async def break_one(session_id):
+            if session_id == second.session_id:
+                raise ZeroDivisionError
+            return await find(session_id)
+
+        monkeypatch.setattr(site.fleet.registry.routing, "find", break_one)
+        note = ToolCall.of("note", text="x")
+        kept, failed = await asyncio.gather(first.step(note), second.step(note), return_exceptions=True)
+        assert (kept.session_id, kept.seq) == (first.session_id, 1)
+        assert isinstance(failed, InternalError)
 
 
 async def test_calls_are_routed_to_the_server_of_the_session():

@@ -6,11 +6,12 @@ import httpx
 import pytest
 
 from agentrl_env import EnvClient, ToolCall
-from agentrl_env.errors import InvalidRequest, ServerFull, UnknownTask
+from agentrl_env.errors import InternalError, InvalidRequest, ServerFull, UnknownTask
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.limits import Limits
+from agentrl_env.session.tasks import Tasks
 from agentrl_env.wire import OpenRequest
 from tests.env.tasks import Guess, Quick, until
 
@@ -58,6 +59,21 @@ async def test_list_returns_the_session_or_error_of_each_item(client):
     first, second, third = await client.open_batch(wanted)
     assert (first.sample.index, third.sample.index) == (2, 3)
     assert isinstance(second, UnknownTask)
+
+
+async def test_bug_in_one_opening_of_a_list_fails_only_this_opening(client, monkeypatch):
+    sample = Tasks.sample
+
+    async def break_one(self, request):
+        if request.index == 2:
+            raise ZeroDivisionError
+        return await sample(self, request)
+
+    monkeypatch.setattr(Tasks, "sample", break_one)
+    first, second, third = await client.open_batch([OpenRequest(task="quick", index=n) for n in (1, 2, 3)])
+    assert (first.sample.index, third.sample.index) == (1, 3)
+    assert isinstance(second, InternalError)
+    assert second.message == "a bug in the server: ZeroDivisionError"
 
 
 async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():

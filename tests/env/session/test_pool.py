@@ -6,6 +6,7 @@ from agentrl_env import Message, SessionStatus, StepResult, ToolCall, tool
 from agentrl_env.errors import (
     DefinitionError,
     EnvironmentFailed,
+    InternalError,
     NotSupported,
     ServerDraining,
     ServerFull,
@@ -472,3 +473,26 @@ async def test_metrics_count_steps_and_ended_sessions(pools):
     assert "agentrl_step_seconds_count 2.0" in text
     assert 'agentrl_step_seconds_bucket{le="+Inf"} 2.0' in text
     await close_session(pool, b)
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_bug_in_one_step_of_a_batch_fails_only_this_step(pools, monkeypatch, later):
+    pool = pools(Quick)
+    ids = [await opened(pool) for _ in range(3)]
+
+    async def fail():
+        await asyncio.sleep(0)
+        raise RuntimeError("a bug")
+
+    def submit(message, seq):
+        if later:
+            return asyncio.create_task(fail())
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(pool.session(ids[1]), "submit", submit)
+    first, second, third = await play_many(
+        pool, [StepRequest(session_id=one, seq=1, message=says("note", text="x")) for one in ids]
+    )
+    assert (first.session_id, third.session_id) == (ids[0], ids[2])
+    assert isinstance(second, InternalError)
+    assert second.message == "a bug in the server: RuntimeError"
