@@ -40,7 +40,7 @@ def describe(error: BaseException, method: Any = None) -> str:
     try:
         located = isinstance(error, SyntaxError) and os.path.isfile(error.filename or "")
         text = str(error.msg if located else error)  # type: ignore[attr-defined]
-    except Exception:  # because ``__str__`` is author code too
+    except BaseException:  # because ``__str__`` is author code too
         text = "its text cannot be read"
     text = f"{type(error).__name__}: {text}".removesuffix(": ")[:500]
     text = text.encode("utf-8", "replace").decode("utf-8")

@@ -22,7 +22,6 @@ from websockets.frames import CloseCode
 
 from agentrl_env.errors import (
     BodyTooLarge,
-    InternalError,
     InvalidRequest,
     RateLimited,
     RequestTimeout,
@@ -33,6 +32,7 @@ from agentrl_env.server.api import Api, call_named, read
 from agentrl_env.server.auth import OPERATOR, Caller, caller
 from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
+from agentrl_env.session.observer import server_bug
 from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, Frame
 
 logger = logging.getLogger("agentrl_env")
@@ -328,9 +328,10 @@ class CallSocket:
             answer = f'{{"id":{_id_json(call_id)},"result":{result.decode()}}}'
         except WireError as error:
             await self._send_error(call_id, error)
-        except Exception as error:
-            logger.exception("a bug in the server")
-            await self._send_error(call_id, InternalError(f"a bug in the server: {type(error).__name__}"))
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):  # the process or the socket ends
+            raise
+        except BaseException as error:  # without an answer the client would wait until its timeout
+            await self._send_error(call_id, server_bug(error))
         else:
             await self._send(answer)
 

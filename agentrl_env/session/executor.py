@@ -143,7 +143,9 @@ class Executor:
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error
-            except (GeneratorExit, KeyboardInterrupt) as error:  # from the author or at loop end
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # from the author, such as a Rust extension's, or at loop end
                 return None, RuntimeError(f"{type(error).__name__} was raised")
 
         task = self._awaitable = asyncio.ensure_future(run())

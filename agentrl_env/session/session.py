@@ -158,6 +158,9 @@ class Session:
             if self._restore is None:
                 content, _ = bounded(content, self._class.max_output_chars)
                 self.opening = tuple(as_messages(content, "reset()"))
+            if self._class.overrides("session_tools"):
+                self._tools = tuple(self._alive().session_tools())
+            info = self.info()
         except ServerFull:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             raise
@@ -167,10 +170,8 @@ class Session:
         except asyncio.CancelledError:
             self.begin_close()
             raise
-        if self._class.overrides("session_tools"):
-            self._tools = tuple(self._alive().session_tools())
         self._restore, self._executor.opening = None, False
-        return self.info()
+        return info
 
     def continue_from(
         self,
@@ -377,7 +378,9 @@ class Session:
                 result.calling = self._alive().score
                 scores = await self._executor.run(self._alive().score, self._class.tool_timeout)
                 result.score(scores, self.episode_return)
-        except AUTHOR_ERRORS as error:
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):  # the step or the process ends
+            raise
+        except BaseException as error:
             log_failure(self, f"step {self.turn + 1}", error)
             result.fail(error)
             status = SessionStatus.FAILED_ENVIRONMENT

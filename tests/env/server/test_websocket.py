@@ -361,6 +361,22 @@ NAMES = ["tasks", "open", "step", "step_many", "info", "close", "expert", "fork"
 FIELDS = ["id", "call", "session_id", "seq", "message", "steps", "wait_s", "n", "task", "index", "request_id"]
 
 
+class Panic(BaseException):
+    """An exception that is not an Exception, as Rust extensions raise."""
+
+
+async def test_exception_that_is_not_an_exception_is_answered(serving, calling, monkeypatch):
+    server = await serving(Quick)
+    caller = await calling(server)
+
+    async def panic(request):
+        raise Panic("boo")
+
+    monkeypatch.setattr(server.pool, "info", panic)
+    answer = await caller.ask("info", session_id=await caller.open())
+    assert answer["error"] == {"type": "internal_error", "message": "a bug in the server: Panic"}
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from agentrl_env import Done, Environment, Session, SessionStatus, TaskSample, tool
+from agentrl_env import Done, Environment, Session, SessionStatus, TaskSample, ToolError, tool
 from agentrl_env.session.threads import ThreadPool
 from agentrl_env.types import Message, ToolCall
 
@@ -115,6 +115,35 @@ async def test_exception_without_a_readable_message_fails_the_session(name, bloc
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert result.info["error"]["message"].startswith("Unreadable: its text cannot be read (tests/env/")
     assert session.turn == 1
+
+
+class Panic(BaseException):
+    """An exception that is not an Exception, as Rust extensions raise."""
+
+
+def panicking(kind):
+    def text(self):
+        raise Panic
+
+    return type("Panicking", (kind,), {"__str__": text})()
+
+
+@pytest.mark.parametrize("kind", [ValueError, ToolError])
+async def test_exception_whose_message_raises_a_base_exception_fails_the_session(kind):
+    class Obscure(Environment):
+        """Raises an exception whose message raises another one."""
+
+        def reset(self, sample, rng):
+            return "go"
+
+        @tool
+        def panic(self):
+            """Break."""
+            raise panicking(kind)
+
+    session = await started(Obscure)
+    result = await session.step(says("panic"))
+    assert (result.status, session.turn) == (SessionStatus.FAILED_ENVIRONMENT, 1)
 
 
 def noted(function):

@@ -345,6 +345,22 @@ async def test_exceptions_on_the_event_loop_reach_the_caller(error, is_async):
         await Executor(blocking=False, threads=ThreadPool(1)).run(fail_later if is_async else fail, 5)
 
 
+class Panic(BaseException):
+    """An exception that is not an Exception, as Rust extensions raise."""
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_base_exceptions_of_coroutines_are_runtime_errors(blocking):
+    async def fail():
+        await asyncio.sleep(0)
+        raise Panic
+
+    threads = ThreadPool(1)
+    with pytest.raises(RuntimeError, match="Panic was raised"):
+        await Executor(blocking=blocking, threads=threads).run(fail, 5)
+    threads.stop()
+
+
 async def test_coroutine_that_ignores_cancellation_times_out():
     release = asyncio.Event()
 

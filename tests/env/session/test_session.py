@@ -606,3 +606,80 @@ async def test_message_that_is_not_json_fails_the_session():
     result = await (await started(Unsendable)).step(says("alien"))
     assert result.status is SessionStatus.FAILED_ENVIRONMENT
     assert "cannot be sent as JSON" in result.info["error"]["message"]
+
+
+class Panic(BaseException):
+    """An exception that is not an Exception, as Rust extensions raise."""
+
+
+class Grid(Quick):
+    """Counts its calls, whose answers cannot be sent."""
+
+    tool_timeout = 5.0
+
+    def reset(self, sample, rng):
+        self.count = 0
+        return super().reset(sample, rng)
+
+    @tool
+    def look(self):
+        """Return info that is not JSON."""
+        self.count += 1
+        return Done("seen", reward=1.0, info={"cells": {(0, 1): 3}})
+
+    @tool
+    async def panic(self):
+        """Raise an exception that is not an Exception."""
+        self.count += 1
+        raise Panic("boo")
+
+    def expert(self, rng):
+        return Message(role="assistant", content=[{"type": "text", "text": "x", "grid": self}])
+
+
+class BlockingGrid(Grid):
+    """``Grid`` with its plain methods on threads."""
+
+    blocking = True
+
+
+@pytest.mark.parametrize("environment", [Grid, BlockingGrid])
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("look", r"info of look\(\) cannot be sent as JSON: TypeError: keys must"),
+        ("panic", "Panic was raised"),
+    ],
+)
+async def test_tool_that_cannot_be_answered_fails_the_session_and_runs_once(environment, call, reason):
+    session = await started(environment)
+    grid = session._environment
+    result = await session.step(says(call), seq=1)
+    assert (result.status, result.reward) == (SessionStatus.FAILED_ENVIRONMENT, 0.0)
+    assert re.search(reason, result.info["error"]["message"])
+    assert await session.step(says(call), seq=1) == result
+    assert (session.turn, session.history.last, grid.count) == (1, result, 1)
+
+
+async def test_expert_whose_message_cannot_be_sent_has_failed():
+    session = await started(Grid)
+    with pytest.raises(EnvironmentFailed, match=r"expert\(\) returned a message that cannot be sent as JSON"):
+        await session.expert()
+
+
+@pytest.mark.parametrize("tools", [None, ["not a tool"]])
+async def test_invalid_session_tools_fail_the_opening_and_close_the_environment(tools):
+    closed = []
+
+    class Odd(Quick):
+        def session_tools(self):
+            return tools
+
+        def close(self):
+            closed.append(True)
+
+    session = make(Odd)
+    with pytest.raises(EnvironmentFailed, match="reset of task 'odd' failed"):
+        await session.start()
+    await session.close()
+    assert (session.status, closed) == (SessionStatus.FAILED_ENVIRONMENT, [True])
