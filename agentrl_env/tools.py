@@ -226,13 +226,16 @@ class StepBuilder:
     """
 
     __slots__ = (
-        "begin", "calling", "done", "info", "message", "messages", "metrics", "reward", "room", "truncated",
+        "answered", "begin", "calling", "done", "info", "message", "messages", "metrics", "reward", "room",
+        "truncated",
     )  # fmt: skip
 
     def __init__(self, message: AssistantMessage, begin: float) -> None:
         self.message = message
         self.begin = begin
         self.messages: list[Message | ToolAnswer] = []
+        self.answered = 0
+        """Number of answers to calls, which are the first messages."""
         self.reward = 0.0
         self.metrics: dict[str, float] = {"invalid_calls": 0.0}
         self.done = self.truncated = False
@@ -244,6 +247,8 @@ class StepBuilder:
 
     async def run(self, environment: Player, invoke: Invoke) -> None:
         """Run the message's tool calls in order, or ``respond`` if it has none.
+
+        All answers precede the other messages of tools, such as images in the role of the user.
 
         Raises TimeLimitReached, and any exception of author code except ToolError.
         """
@@ -273,7 +278,7 @@ class StepBuilder:
                 method = self.calling = partial(getattr(environment, tool.attribute), **arguments)
                 value = await invoke(tool.name, method, tool.timeout)
             except ToolError as error:
-                self.messages += tool_messages(self._take(str(error), tool.name), request.id, tool.name)
+                self._add(tool_messages(self._take(str(error), tool.name), request.id, tool.name))
                 continue
             except TimeLimitReached:
                 self._skip(calls[position:], "the time limit was reached")
@@ -281,7 +286,7 @@ class StepBuilder:
             except LoopTimeSpent as error:
                 self._skip(calls[position:], str(error))
                 return
-            self.messages += tool_messages(self._take(value, tool.name), request.id, tool.name)
+            self._add(tool_messages(self._take(value, tool.name), request.id, tool.name))
             if self.done:
                 self._skip(calls[position + 1 :], "the task has ended")
                 return
@@ -357,10 +362,19 @@ class StepBuilder:
 
     def _reject(self, request: AnyToolCall, reason: str) -> None:
         self.metrics["invalid_calls"] += 1.0
-        self.messages.append(ToolAnswer(f"Error: {reason}.", request.id))
+        self._add([ToolAnswer(f"Error: {reason}.", request.id)])
 
     def _skip(self, requests: Sequence[AnyToolCall], reason: str) -> None:
-        self.messages += [ToolAnswer(f"Not executed: {reason}.", request.id) for request in requests]
+        self._add([ToolAnswer(f"Not executed: {reason}.", request.id) for request in requests])
+
+    def _add(self, messages: Sequence[Message | ToolAnswer]) -> None:
+        """Add messages. Answers precede all other messages, since model APIs accept nothing between them."""
+        for message in messages:
+            if isinstance(message, Message) and message.role != "tool":
+                self.messages.append(message)
+            else:
+                self.messages.insert(self.answered, message)
+                self.answered += 1
 
 
 def tool_messages(content: object, call_id: str, name: str) -> list[Message | ToolAnswer]:

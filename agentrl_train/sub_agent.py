@@ -123,16 +123,15 @@ def report(message: Message) -> str:
 
 
 def merged(message: Message, reply: Sequence[Message], answers: Mapping[str, Message]) -> tuple[Message, ...]:
-    """Return the environment's reply and the other answers, in the order of the calls of ``message``."""
-    after: dict[str | None, list[Message]] = {None: []}
-    last: str | None = None
+    """Return all answers in the order of the calls of ``message``, and then the reply's other messages."""
+    given: dict[str | None, list[Message]] = {}
+    others: list[Message] = []
     for one in reply:
-        last = one.tool_call_id if one.role == "tool" else last
-        after.setdefault(last, []).append(one)
-    ordered = after.pop(None)
+        (given.setdefault(one.tool_call_id, []) if one.role == "tool" else others).append(one)
+    ordered: list[Message] = []
     for call in message.tool_calls or ():
-        ordered += [answers[call.id]] if call.id in answers else after.pop(call.id, [])
-    return (*ordered, *(one for rest in after.values() for one in rest))
+        ordered += [answers[call.id]] if call.id in answers else given.pop(call.id, [])
+    return (*ordered, *(one for rest in given.values() for one in rest), *others)
 
 
 def _named(tools: Sequence[ToolSpec], names: Collection[str] | None) -> tuple[ToolSpec, ...]:

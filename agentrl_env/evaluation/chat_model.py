@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ _CONTEXT = (
 """Phrases for a conversation that is too long, including those of llama.cpp, Anthropic, Gemini and TGI."""
 _NO_ANSWER = ("content_filter", "error")
 """Finish reasons that come from the endpoint and not from the model."""
+_MAX_NAME = 64
+_NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
+"""Characters that endpoints reject in the name of a called tool."""
 
 
 class ModelFailed(AgentRLError):
@@ -169,7 +173,7 @@ class ChatModel:
             ModelFailed: The endpoint did not answer with a completion.
         """
         said = originals or {}
-        sent = [said.get(position) or message.wire() for position, message in enumerate(messages)]
+        sent = [_sendable(said.get(place) or message.wire()) for place, message in enumerate(messages)]
         body: dict[str, Any] = {**self._fields, "messages": sent}
         if tools:
             body["tools"] = [tool.model_dump(mode="json") for tool in tools]
@@ -284,7 +288,6 @@ def _original(found: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str,
     """Return a message of the model in the form that later requests send, with additions such as thoughts.
 
     Thoughts in a message with text are omitted, because they are not needed and some endpoints refuse them.
-    Arguments that are not JSON, for example after a cut at the token limit, would be refused as well.
     """
     added = {name: value for name, value in found.items() if value not in (None, [], {})}
     added.pop("function_call", None)
@@ -293,18 +296,31 @@ def _original(found: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str,
         return {**kept, **message}
     given = found.get("tool_calls") or [{}]
     calls = [
-        {**old, **new, "function": {**(old.get("function") or {}), **_sendable(new["function"])}}
+        {**old, **new, "function": {**(old.get("function") or {}), **new["function"]}}
         for old, new in zip(given, message["tool_calls"], strict=True)
     ]
     return {**added, **message, "tool_calls": calls}
 
 
-def _sendable(function: Mapping[str, str]) -> Mapping[str, str]:
+def _sendable(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with calls in a form that endpoints accept.
+
+    Models invent names such as ``multi_tool_use.parallel``. Arguments that are not a JSON object occur after
+    a cut at the token limit. Endpoints reject the whole conversation for either.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [{**call, "function": _valid(call["function"])} for call in calls]}
+
+
+def _valid(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         read = isinstance(json.loads(function["arguments"]), dict)
     except (ValueError, RecursionError):
         read = False
-    return function if read else {**function, "arguments": "{}"}
+    name = _NO_NAME.sub("_", function["name"])[:_MAX_NAME] or "_"
+    return {**function, "name": name, "arguments": function["arguments"] if read else "{}"}
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -468,6 +468,27 @@ async def test_calls_run_in_order_and_rewards_and_metrics_add_up():
     assert turn.metrics == {"invalid_calls": 0.0, "gains": 2.0}
 
 
+class Shows(Quick):
+    @tool
+    def show(self, number: int):
+        """Show a picture before the answer."""
+        return [Message(role="user", content=f"picture {number}"), Message(role="tool", content="shown")]
+
+    @tool
+    def last(self):
+        """End."""
+        return Done([Message(role="user", content="the end")])
+
+
+async def test_answers_to_all_calls_precede_the_other_messages_of_tools():
+    calls = [ToolCall.of("show", call_id="a", number=1), ToolCall.of("nope", call_id="b")]
+    calls += [ToolCall.of("show", call_id="c", number=2), ToolCall.of("last", call_id="d")]
+    turn = StepBuilder(Message.assistant(None, *calls, ToolCall.of("show", call_id="e", number=3)), 0.0)
+    await turn.run(Shows(), call)
+    assert [m.tool_call_id for m in turn.messages[:5]] == ["a", "b", "c", "d", "e"]
+    assert [m.content for m in turn.messages[5:]] == ["picture 1", "picture 2", "the end"]
+
+
 async def test_calls_after_the_end_are_answered_but_not_executed():
     turn = await play(ToolCall.of("finish", call_id="a"), ToolCall.of("crash", call_id="b"))
     assert turn.done

@@ -320,11 +320,12 @@ def test_every_call_has_one_answer_in_order(made: list[tuple[str, str]]) -> None
     assert sorted([*sent, *parts.tasks, *parts.errors]) == [one.id for one in calls]
     assert all(task == "a" for task in parts.tasks.values())
     reply = [Message(role="tool", content="env", tool_call_id=name) for name in sent]
-    reply += [Message(role="user", content="afterwards")]
+    reply += [Message(role="user", content="a picture"), Message(role="user", content="another")]
     answers = {name: Message(role="tool", content="own", tool_call_id=name) for name in parts.tasks}
     answers |= parts.errors
-    ordered = [one.tool_call_id for one in merged(message, reply, answers) if one.role == "tool"]
-    assert ordered == [one.id for one in calls]
+    found = merged(message, reply, answers)
+    assert [one.tool_call_id for one in found[: len(calls)]] == [one.id for one in calls]
+    assert [one.content for one in found[len(calls) :]] == ["a picture", "another"]
 
 
 def test_message_without_calls_goes_to_the_environment() -> None:

@@ -111,6 +111,29 @@ async def test_query_of_the_url_and_further_headers_are_in_every_request():
     assert (query, headers["api-key"]) == ("api-version=2024-10-21", "secret")
 
 
+@pytest.mark.parametrize("with_original", [True, False])
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("multi_tool_use.parallel", "multi_tool_use_parallel"),
+        ("", "_"),
+        ("l" * 70, "l" * 64),
+        ("look", "look"),
+    ],
+)
+async def test_invalid_name_of_a_tool_is_sent_back_in_a_valid_form(name, sent, with_original):
+    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": '{"to": "th'}}
+    answers = [{"choices": [{"message": {"tool_calls": [call]}}]}, completion(text="Yes.")]
+    with ChatServer(lambda body: answers.pop(0)) as server:
+        async with ChatModel(server.url, "small") as model:
+            first = await model.complete(QUESTION)
+            originals = {1: first.original} if with_original else {}
+            await model.complete([*QUESTION, first.message], originals=originals)
+    assert first.message.tool_calls[0].function.name == name
+    (call,) = server.requests[1]["messages"][1]["tool_calls"]
+    assert call["function"] == {"name": sent, "arguments": "{}"}
+
+
 def test_proxy_that_cannot_be_used_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "socksio", None)
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")

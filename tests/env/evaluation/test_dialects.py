@@ -5,6 +5,7 @@ proves that messages were sent back in the provider's format.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_env import EnvClient
+from agentrl_env import Done, EnvClient, Environment, Message, ToolCall, tool
 from agentrl_env.evaluation import (
     ChatModel,
     EvaluationSettings,
@@ -22,7 +23,7 @@ from agentrl_env.evaluation import (
     model_policy,
     runner,
 )
-from tests.env.evaluation.chat_server import Answer, ChatServer, Sums, numbers
+from tests.env.evaluation.chat_server import Answer, ChatServer, Sums, completion, numbers
 
 Body = dict[str, Any]
 
@@ -202,6 +203,9 @@ DIALECTS = {
 }
 
 
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
 def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str | None:
     """Return the reason to reject a conversation: a missing result, invalid arguments, or a rule."""
     waiting: list[str] = []
@@ -216,6 +220,8 @@ def problem(messages: list[Body], refuses: Callable[[Body], str | None]) -> str 
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or []
             waiting = [call["id"] for call in calls]
+            if not all(NAME.fullmatch(call["function"]["name"]) for call in calls):
+                return "a name does not match the pattern"
             if not all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls):
                 return "arguments must be an object"
             if not calls and not message.get("content"):
@@ -267,3 +273,46 @@ async def test_episode_in_the_dialect_of_a_provider_ends_with_its_answer(name: s
     assert (episode.reward, episode.failed, len(episode.turns)) == (1.0, None, 3)
     assert [turn.finish_reason for turn in episode.turns][1] == "length"
     assert sum(turn.repeats for turn in episode.turns) == endpoint.errors
+
+
+class Pictures(Environment):
+    """Look at two pictures, then finish."""
+
+    def reset(self, sample, rng):
+        return "Look at both."
+
+    @tool
+    def look(self, number: int):
+        """Return a picture."""
+        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{number}"}}
+        return [Message(role="tool", content="Here."), Message(role="user", content=[picture])]
+
+    @tool
+    def finish(self):
+        """Finish."""
+        return Done("Thanks.", reward=1.0)
+
+
+@pytest.mark.parametrize("odd", ["multi_tool_use.parallel", "a" * 65])
+async def test_pictures_of_parallel_calls_and_unknown_names_are_accepted_by_a_provider(tmp_path, odd):
+    refused: list[str] = []
+
+    def reply(body: Body) -> Answer:
+        if reason := problem(body["messages"], accepted):
+            refused.append(reason)
+            return 400, {"text": reason}
+        if len(body["messages"]) > 1:
+            return completion(ToolCall.of("finish"))
+        calls = [ToolCall.of("look", call_id=f"c{n}", number=n) for n in range(2)]
+        return completion(*calls, ToolCall.of(odd, call_id="c2"))
+
+    settings = EvaluationSettings(task="pictures", split="train", model="small", indices=(0,))
+    with ChatServer(reply) as server:
+        async with EnvClient.local(Pictures) as client, ChatModel(server.url, "small") as model:
+            with RunFile(tmp_path, settings) as file:
+                run = await evaluate(client, model_policy(model, file.run), file, retries=0)
+    assert refused == []
+    ((episode),) = run.counted
+    assert episode.success
+    assert [message.role for message in episode.turns[0].messages] == ["tool", "tool", "tool", "user", "user"]
+    assert episode.turns[0].action.tool_calls[2].function.name == odd  # the record keeps the name
