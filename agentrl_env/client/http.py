@@ -192,6 +192,8 @@ class HttpBackend:
             return response.body
         error = response.error()
         if error is None:
+            if response.status == BodyTooLarge.status:  # a proxy has its own limit
+                raise BodyTooLarge(f"{self.url} accepts no request of this size")
             words = f"it answered {call.method} {call.path} with {response.status}"
             raise ProtocolError(f"{self.url} is not an environment server: {words}")
         raise error

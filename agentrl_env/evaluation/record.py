@@ -98,7 +98,8 @@ class EpisodeRecord(_Frozen):
     opening: tuple[Message, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
     end: str
-    """Final status of the session, or ``truncated_context`` if the model's context was full."""
+    """Final status of the session, ``truncated_context`` if the model's context was full, or
+    ``rejected_message`` if a message of the model exceeded a limit of the server."""
     reward: float = 0.0
     success: bool = False
     metrics: dict[str, float] = Field(default_factory=dict)

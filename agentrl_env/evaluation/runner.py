@@ -15,6 +15,7 @@ from agentrl_env.client.client import ClientSession, EnvClient
 from agentrl_env.dataset import empty_split
 from agentrl_env.errors import (
     AgentRLError,
+    BodyTooLarge,
     DefinitionError,
     Forbidden,
     InvalidRequest,
@@ -22,6 +23,7 @@ from agentrl_env.errors import (
     Unauthorized,
     UnknownSample,
     UnknownTask,
+    WireError,
 )
 from agentrl_env.evaluation.chat_model import ChatModel, Completion, ContextFull, ModelFailed, ModelRefused
 from agentrl_env.evaluation.record import EpisodeRecord, EvaluationError, EvaluationRun, RunFile, TurnRecord
@@ -43,6 +45,7 @@ FATAL = (
     UnknownTask,
 )
 """Errors that would also occur in every further episode."""
+TOO_LONG = "the first request exceeds the model's context: lower max_tokens, or raise the context"
 
 Policy = Callable[[Sequence[Message], Sequence[ToolSpec]], Awaitable[Completion]]
 """Returns the next message of an episode, from the conversation and the tools."""
@@ -235,10 +238,16 @@ class _Play:
             while not session.status.final:
                 try:
                     completion = await _answer(self._policy(messages, session.tools))
-                except ContextFull:
+                except ContextFull as error:
+                    if not self._turns:  # nothing was measured, and often no episode can start
+                        raise ModelFailed(f"{error}; {TOO_LONG}") from error
                     return "truncated_context"
                 begin = time.perf_counter()
-                result = await session.step(completion.message)
+                try:
+                    result = await session.step(completion.message)
+                except (BodyTooLarge, InvalidRequest) as error:  # an error of the model: too many calls
+                    self._turns.append(_rejected(completion, error))
+                    return "rejected_message"
                 self._turns.append(_turn(completion, result, time.perf_counter() - begin))
                 messages += [completion.message, *result.messages]
         return str(session.status)
@@ -252,7 +261,7 @@ class _Play:
         failed: Literal["model", "environment"] | None = None,
     ) -> EpisodeRecord:
         last = self._session.last if self._session is not None else None
-        ends = (SessionStatus.COMPLETED, *TRUNCATED, "truncated_context")
+        ends = (SessionStatus.COMPLETED, *TRUNCATED, "truncated_context", "rejected_message")
         if failed is None and end not in ends:
             failed, error = "environment", _reason(last, end)
         reward = sum(turn.reward for turn in self._turns)
@@ -298,6 +307,19 @@ def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRec
         messages=result.messages,
         reward=result.reward,
         info=result.info,
+    )
+
+
+def _rejected(completion: Completion, error: WireError) -> TurnRecord:
+    return TurnRecord(
+        action=completion.message,
+        thought=completion.thought,
+        finish_reason=completion.finish_reason,
+        usage=completion.usage,
+        invalid_calls=len(completion.message.tool_calls or ()),
+        model_s=completion.seconds,
+        repeats=completion.repeats,
+        info={"rejected": error.message},
     )
 
 

@@ -365,6 +365,40 @@ def test_conversation_that_exceeds_the_context_ends_without_a_failure(cli):
     assert found["success"]["value"] == 0.0
 
 
+def test_request_that_exceeds_the_context_from_the_start_is_a_failure(cli):
+    text = "'max_tokens' is too large: 8192. This model's maximum context length is 8192 tokens"
+    with ChatServer(lambda body: (400, {"text": text})) as server:
+        code, out, _ = cli("eval", TARGET, *endpoint(server.url), "--samples", 3, "--json", "--retries", 0)
+    found = json.loads(out)
+    assert (code, found["episodes"], found["failed"], found["success"]) == (1, 0, 3, None)
+    (reason,) = found["failures"]
+    assert "lower max_tokens, or raise the context" in reason
+
+
+@pytest.mark.parametrize("limit", ["max_tool_calls=128", "max_message_chars=5000", "max_body_bytes=5000"])
+def test_message_over_a_limit_of_the_server_ends_only_its_episode(cli, limit):
+    def reply(body):
+        known = numbers(body)
+        if known[0] % 2 and len(known) > 1:
+            return completion(*[ToolCall.of("look", call_id=f"c{n}") for n in range(200)])
+        return play_sums(body)
+
+    arguments = ["--caller-limit", limit]
+    with ServerProcess(TARGET, arguments=arguments) as running, ChatServer(reply) as server:
+        command = ["eval", running.url, *endpoint(server.url), "--samples", 10, "--json"]
+        code, out, err = cli(*command)
+        again, _, _ = cli("eval", running.url, "--replay", "evals/sums-small", "-o", "again")
+    found, run = json.loads(out), read_run("evals/sums-small")
+    odd = sum(index % 2 for index in run.settings.indices)
+    assert (code, found["failed"]) == (0, 0), err
+    assert found["ends"] == {"completed": 10 - odd, "rejected_message": odd}
+    assert found["success"]["value"] == pytest.approx(1 - odd / 10)
+    lost = next(episode for episode in run.counted if episode.index % 2)
+    assert (len(lost.turns), lost.turns[1].invalid_calls) == (2, 200)
+    assert "limit" in lost.turns[1].info["rejected"] or "at most" in lost.turns[1].info["rejected"]
+    assert (again, summarize(read_run("again")).ends) == (0, found["ends"])
+
+
 def test_seed_decides_the_samples_and_is_sent_on_request(cli):
     with ChatServer(play_sums) as server:
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 6, "--attempts", 2, "--json"]
