@@ -31,6 +31,7 @@ from agentrl_env.cli.options import (
     resolve_token,
 )
 from agentrl_env.cli.settings import settings_as_options
+from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_name, is_header_value
 from agentrl_env.errors import AgentRLError
 
 if TYPE_CHECKING:
@@ -392,13 +393,20 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
     """Return headers with environment variables filled in, so that keys stay off the command line."""
     headers = {}
     for text in given:
-        name, colon, value = text.partition(":")
-        value = os.path.expandvars(value.strip())
-        if not (colon and name.strip() and value):
-            raise AgentRLError(f"--header {text!r} is not NAME: VALUE")
-        if missing := re.search(r"\$(\w+|\{\w+\})", value):
-            raise AgentRLError(f"--header {name}: there is no variable {missing[0]}")
-        headers[name.strip()] = value
+        name, colon, value = (part.strip() for part in text.partition(":"))
+        if not colon:
+            raise AgentRLError("--header: give NAME: VALUE; one has no colon")
+        if not is_header_name(name):
+            raise AgentRLError(f"--header {name!r}: this is not the name of a header")
+        for variable in re.findall(r"\$(\w+|\{\w+\})", value):
+            if variable.strip("{}") not in os.environ:
+                raise AgentRLError(f"--header {name}: there is no variable ${variable}")
+        value = os.path.expandvars(value).strip()
+        if not value:
+            raise AgentRLError(f"--header {name}: give NAME: VALUE; the value is empty")
+        if not is_header_value(value):
+            raise AgentRLError(f"--header {name}: the value has {NOT_PRINTABLE}")
+        headers[name] = value
     return headers
 
 

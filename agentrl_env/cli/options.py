@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentrl_env.client.client import EnvClient
+from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_value
 from agentrl_env.errors import AgentRLError
 
 if TYPE_CHECKING:
@@ -281,15 +282,19 @@ def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
 def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
     """Return the key of a model's endpoint, from ``--api-key-env`` or ``--api-key-file``.
 
-    Raises AgentRLError if both are given, or if the given key is empty.
+    Raises AgentRLError if both are given, or if the given key is empty or cannot be sent in a header.
     """
     if variable is not None and file is not None:
         raise AgentRLError("give --api-key-env or --api-key-file, not both")
+    option = f"--api-key-env {variable}" if file is None else f"--api-key-file {file}"
     if file is not None:
-        return read_token(file)
-    key = os.environ.get(variable, "").strip() if variable else None
-    if variable and not key:
-        raise AgentRLError(f"--api-key-env: the variable {variable} is empty or not set")
+        key: str | None = read_token(file)
+    else:
+        key = os.environ.get(variable, "").strip() if variable else None
+        if variable and not key:
+            raise AgentRLError(f"--api-key-env: the variable {variable} is empty or not set")
+    if not is_header_value(key or ""):
+        raise AgentRLError(f"{option}: the key has {NOT_PRINTABLE}")
     return key
 
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
+from agentrl_env.client.credentials import is_header_value, public_url
 from agentrl_env.client.transport import (
     FailoverTransport,
     HttpTransport,
@@ -95,11 +96,14 @@ class HttpBackend:
         for one in self._urls:
             parts = urlsplit(one)
             if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
-                raise ServerUnreachable(f"{one!r} is not an http://, https://, ws:// or wss:// URL")
+                raise ServerUnreachable(
+                    f"{public_url(one)!r} is not an http://, https://, ws:// or wss:// URL"
+                )
         self.url = ",".join(self._urls)
+        self._shown = ",".join(map(public_url, self._urls))
         given = token if token is not None else os.environ.get("AGENTRL_TOKEN", "")
         self._token = given.strip()  # a token file ends with a line break
-        if not (self._token.isascii() and self._token.isprintable()):
+        if not is_header_value(self._token):
             raise Unauthorized(
                 "the token has a character that is not allowed in an HTTP header; read it from its file"
             )
@@ -125,7 +129,7 @@ class HttpBackend:
         parsed = self._read(call.answer, answer)
         if isinstance(parsed, TaskList) and parsed.protocol != PROTOCOL_VERSION:
             versions = f"protocol {parsed.protocol}, this client {PROTOCOL_VERSION}"
-            raise ProtocolError(f"{self.url} speaks {versions}")
+            raise ProtocolError(f"{self._shown} speaks {versions}")
         return parsed
 
     async def step(self, session_id: str, seq: int, message: Message) -> StepResult:
@@ -144,7 +148,7 @@ class HttpBackend:
         body = b'{"wait_s":%a,"steps":[%b]}' % (EARLY_ANSWER_S, b",".join(step.body for step in steps))
         answer = self._read(_BatchAnswer, await self._send(STEP_MANY, body))
         if len(answer.results) != len(steps):
-            raise ProtocolError(f"{self.url} answered {len(answer.results)} of {len(steps)} steps")
+            raise ProtocolError(f"{self._shown} answered {len(answer.results)} of {len(steps)} steps")
         return [
             self._of_step(step, result)
             if isinstance(result, StepResult)
@@ -170,14 +174,14 @@ class HttpBackend:
             try:
                 response = await transport.send(call, body, session_id, timeout=left)
             except TimeoutError as error:
-                words = f"{self.url} did not answer {call.method} {call.path} within {self._timeout:g} s"
+                words = f"{self._shown} did not answer {call.method} {call.path} within {self._timeout:g} s"
                 raise CallTimeout(words) from error
             except OSError as error:
                 # Not counted from the start of the call: a busy server might have closed the connection.
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() - unreachable_since > self._patience:
                     reason = str(error) or "connection closed"
-                    words = f"no environment server answers at {self.url} ({reason}); is it running?"
+                    words = f"no environment server answers at {self._shown} ({reason}); is it running?"
                     raise ServerUnreachable(words) from error
             else:
                 requested_s = _retry_after(response)
@@ -193,29 +197,29 @@ class HttpBackend:
         error = response.error()
         if error is None:
             if response.status == BodyTooLarge.status:  # a proxy has its own limit
-                raise BodyTooLarge(f"{self.url} accepts no request of this size")
+                raise BodyTooLarge(f"{self._shown} accepts no request of this size")
             words = f"it answered {call.method} {call.path} with {response.status}"
-            raise ProtocolError(f"{self.url} is not an environment server: {words}")
+            raise ProtocolError(f"{self._shown} is not an environment server: {words}")
         raise error
 
     def _of_step(self, step: QueuedStep, result: StepResult) -> StepResult:
         if (result.session_id, result.seq) != (step.session_id, step.seq):
             asked = f"step {step.seq} of session {step.session_id}"
-            raise ProtocolError(f"{self.url} answered {asked} with the result of another step")
+            raise ProtocolError(f"{self._shown} answered {asked} with the result of another step")
         return result
 
     def _read(self, model: type[M], body: bytes) -> M:
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
-            raise ProtocolError(f"{self.url} answered something that is not a {model.__name__}") from error
+            raise ProtocolError(f"{self._shown} answered something that is not a {model.__name__}") from error
 
     def _lane(self) -> _Lane:
         loop = asyncio.get_running_loop()
         lane = self._lanes.get(loop)
         if lane is None:
             if loop in self._closed_on:
-                raise ClientClosed(f"the client of {self.url} is closed; connect another")
+                raise ClientClosed(f"the client of {self._shown} is closed; connect another")
             transports = [self._transport(url) for url in self._urls]
             transport = transports[0] if len(transports) == 1 else FailoverTransport(transports)
             lane = self._lanes[loop] = _Lane(transport, Batcher(self._send_batch, self._send_one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,14 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from agentrl_env.client.credentials import (
+    NOT_PRINTABLE,
+    hide,
+    is_header_name,
+    is_header_value,
+    public_url,
+    secrets_of,
+)
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
 
@@ -39,6 +48,7 @@ _CONTEXT = (
 """Phrases for a conversation that is too long, including those of llama.cpp, Anthropic, Gemini and TGI."""
 _NO_ANSWER = ("content_filter", "error")
 """Finish reasons that come from the endpoint and not from the model."""
+PATH = "/chat/completions"
 _MAX_NAME = 64
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that endpoints reject in the name of a called tool."""
@@ -49,7 +59,10 @@ class ModelFailed(AgentRLError):
 
 
 class ModelRefused(ModelFailed):
-    """The endpoint does not serve this caller or this model (401, 403, 404), so no request can succeed."""
+    """No request can succeed: a setting is invalid, or the endpoint does not serve this caller or this model.
+
+    The endpoint answers with 401, 403 or 404, or redirects to another URL.
+    """
 
 
 class ContextFull(ModelFailed):
@@ -58,6 +71,9 @@ class ContextFull(ModelFailed):
 
 class EndpointFailed(ModelFailed):
     """The endpoint failed, but another request might succeed. ``busy`` means too many requests."""
+
+    pause_s = 0.0
+    """Seconds that the endpoint requested with ``Retry-After``."""
 
     def __init__(self, message: str, *, busy: bool = False) -> None:
         super().__init__(message)
@@ -101,20 +117,21 @@ class ChatModel:
     """A model of an OpenAI-compatible endpoint. Use it as an async context manager.
 
     Requests that fail with 408, 409, 429 or 5xx, or without a completion, are repeated. ``Retry-After``
-    delays all requests of this object.
+    delays all requests of this object. Errors contain no key, header, password or value of the URL's query.
 
     Args:
         url: The base URL, such as ``http://127.0.0.1:8000/v1``. Its query is added to every request.
         model: The model's name.
         key: The API key. None sends no key.
         temperature: The temperature. None uses the endpoint's default.
-        timeout: Seconds for one completion.
+        timeout: Seconds for one request, from its start to the end of its answer.
         requests_per_minute: Maximum number of requests per minute, evenly spaced. None sets no limit.
         body: Additional fields of each request, such as ``{"max_tokens": 512}``.
         headers: Additional headers of each request, such as ``{"api-key": "..."}``.
 
     Raises:
-        ModelRefused: The URL, a header or the proxy of the environment cannot be used.
+        ModelRefused: The URL, the key, a header, the timeout, a field of the body or the proxy of the
+            environment cannot be used.
     """
 
     def __init__(
@@ -129,19 +146,23 @@ class ChatModel:
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        own = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        try:
-            address = httpx.URL(url)
-            if address.scheme not in ("http", "https") or not address.host:
-                raise ValueError("it must start with http:// or https:// and a host")
-            self._url = str(address.copy_with(path=f"{address.path.rstrip('/')}/chat/completions"))
-            self._http = httpx.AsyncClient(headers={**own, **(headers or {})}, timeout=timeout, limits=limits)
-        except (ImportError, ValueError, httpx.InvalidURL) as error:  # a SOCKS proxy needs an extra package
-            raise ModelRefused(f"the URL {url!r} cannot be used: {error}") from error
+        if not 0 < timeout < math.inf:
+            raise ModelRefused(f"the timeout of a model must be above 0 seconds and finite, not {timeout}")
+        address = _address(url)
+        sent = _headers(key, headers or {})
+        self._url, self._timeout = str(address), timeout
+        self._shown = public_url(self._url)
+        self._secrets = [word for value in sent.values() for word in value.split()] + secrets_of(address)
         self._fields = {"model": model, **(body or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature
+        for name, value in self._fields.items():
+            _json(value, f"the field {name!r}", ModelRefused)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        try:
+            self._http = httpx.AsyncClient(headers=sent, timeout=None, limits=limits)
+        except (ImportError, ValueError, httpx.InvalidURL) as error:  # a SOCKS proxy needs an extra package
+            raise ModelRefused(f"the proxy of the environment cannot be used: {error}") from error
         self._pace = Pace(60.0 / requests_per_minute if requests_per_minute else 0.0)
 
     async def __aenter__(self) -> ChatModel:
@@ -179,26 +200,42 @@ class ChatModel:
             body["tools"] = [tool.model_dump(mode="json") for tool in tools]
         if seed is not None:
             body["seed"] = seed
+        content = _json(body, "the conversation")
         attempt, most = 0, ATTEMPTS
         failure: ModelFailed | None = None
         while attempt < most:
             if attempt:
                 await asyncio.sleep(min(PAUSE_S * 2 ** (attempt - 1), MAX_OWN_PAUSE_S))
             await self._pace.wait()
-            begin = time.perf_counter()
             try:
-                response = await self._http.post(self._url, json=body)
-                seconds = time.perf_counter() - begin
-                return _completion(self._url, response, seconds=seconds, repeats=attempt)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                failure = ModelFailed(f"{self._url} did not answer: {type(error).__name__} {error}".rstrip())
+                return await self._request(content, repeats=attempt)
             except EndpointFailed as error:
                 failure = error
-                self._pace.hold(_retry_after(response))
+                self._pace.hold(error.pause_s)
                 if error.busy:
                     most = BUSY_ATTEMPTS
             attempt += 1
         raise ModelFailed(str(failure)) from failure
+
+    async def _request(self, content: bytes, *, repeats: int) -> Completion:
+        """Send one request and return its completion. Raises ModelFailed without the endpoint's secrets."""
+        begin = time.perf_counter()
+        headers = {"content-type": "application/json"}
+        try:
+            async with asyncio.timeout(self._timeout):  # a timeout of httpx applies to each read
+                response = await self._http.post(self._url, content=content, headers=headers)
+        except TimeoutError as error:
+            raise EndpointFailed(f"{self._shown} did not answer within {self._timeout:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = f"{self._shown} did not answer: {type(error).__name__} {error}".rstrip()
+            raise EndpointFailed(hide(problem, self._secrets)) from error
+        try:
+            return _completion(self._shown, response, seconds=time.perf_counter() - begin, repeats=repeats)
+        except ModelFailed as error:
+            error.args = (hide(str(error), self._secrets),)
+            if isinstance(error, EndpointFailed):
+                error.pause_s = _retry_after(response)
+            raise
 
 
 class Pace:
@@ -221,6 +258,44 @@ class Pace:
         self._next = max(self._next, time.monotonic() + seconds)
 
 
+def _address(url: str) -> httpx.URL:
+    """Return the address of the requests. Raises ModelRefused."""
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        # The text of the error can contain a part of the password.
+        reason = "percent-encode the user and the password in it" if "@" in url else error
+        raise ModelRefused(f"the URL {public_url(url)!r} cannot be used: {reason}") from None
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ModelRefused(
+            f"the URL {public_url(url)!r} cannot be used: it must start with http:// or https:// and a host"
+        )
+    return address.copy_with(path=f"{address.path.rstrip('/')}{PATH}")
+
+
+def _headers(key: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of each request. Raises ModelRefused without the invalid value."""
+    key = (key or "").strip()
+    if not is_header_value(key):
+        raise ModelRefused(f"the API key has {NOT_PRINTABLE}")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    for name, value in given.items():
+        if not is_header_name(name):
+            raise ModelRefused(f"{name!r} cannot be the name of a header")
+        if not is_header_value(value.strip()):
+            raise ModelRefused(f"the header {name} has {NOT_PRINTABLE}")
+        headers[name.lower()] = value.strip()
+    return headers
+
+
+def _json(value: object, name: str, error_type: type[ModelFailed] = ModelFailed) -> bytes:
+    """Return a value as JSON. Raises an error if JSON cannot express it, such as NaN."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise error_type(f"{name} cannot be sent as JSON: {error}") from error
+
+
 def _retry_after(response: httpx.Response) -> float:
     try:
         return min(max(0.0, float(response.headers["retry-after"])), MAX_PAUSE_S)
@@ -238,7 +313,22 @@ def _failure(url: str, status: int, text: str) -> ModelFailed:
     return (ContextFull if any(words in text.lower() for words in _CONTEXT) else ModelFailed)(problem)
 
 
+def _moved(url: str, response: httpx.Response) -> ModelRefused:
+    location = response.headers["location"]
+    try:
+        target = response.url.join(location)
+    except httpx.InvalidURL:
+        return ModelRefused(f"{url} answered {response.status_code} with an invalid Location")
+    base = target.copy_with(path=target.path.removesuffix(PATH))
+    return ModelRefused(
+        f"{url} answered {response.status_code} with the Location {public_url(str(target))}; "
+        f"use {public_url(str(base))} as the URL"
+    )
+
+
 def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: int) -> Completion:
+    if response.has_redirect_location:
+        raise _moved(url, response)
     if not response.is_success:
         raise _failure(url, response.status_code, response.text)
     try:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from agentrl_env.client.credentials import public_url
 from agentrl_env.dataset import stable_seed
 from agentrl_env.errors import AgentRLError
 from agentrl_env.evaluation.chat_model import Usage
@@ -48,7 +49,10 @@ class EvaluationSettings(_Frozen):
     split: str
     model: str
     url: str | None = None
-    """Base URL of the endpoint, which can change when the evaluation is resumed. None for other policies."""
+    """Base URL of the endpoint without credentials, such as a password and the values of the query.
+
+    It can change when the evaluation is resumed. None for other policies.
+    """
     indices: tuple[int | str, ...]
     """Samples, in the order in which they are played."""
     attempts: int = Field(default=1, ge=1)
@@ -58,6 +62,11 @@ class EvaluationSettings(_Frozen):
     """Additional fields of each request."""
     send_seed: bool = False
     """True if requests carry ``episode_seed``."""
+
+    @field_validator("url")
+    @classmethod
+    def _without_credentials(cls, url: str | None) -> str | None:
+        return None if url is None else public_url(url)
 
     def plan(self) -> list[Key]:
         """Return all episodes: first the first attempts at all samples, then the second ones, and so on."""

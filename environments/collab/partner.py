@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_value, public_url
+
 from .specification import ASPECTS, Specification
 
 MAX_QUESTION = 800
@@ -113,6 +115,9 @@ def answer_by_model(
 
 
 def _complete(url: str, body: dict[str, Any], key: str) -> str:
+    key = key.strip()
+    if not is_header_value(key):
+        raise PartnerFailed(f"COLLAB_PARTNER_KEY has {NOT_PRINTABLE}")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     problem = ""
     for attempt in range(ATTEMPTS):
@@ -129,4 +134,5 @@ def _complete(url: str, body: dict[str, Any], key: str) -> str:
             problem = f"{type(error).__name__} {error}".rstrip()
         except (ValueError, LookupError, TypeError) as error:
             problem = f"its answer is no chat completion: {error}"
-    raise PartnerFailed(f"the partner at {url} gave no reply ({problem}); see COLLAB_PARTNER_URL")
+    where = public_url(url)
+    raise PartnerFailed(f"the partner at {where} gave no reply ({problem}); see COLLAB_PARTNER_URL")

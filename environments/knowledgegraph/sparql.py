@@ -13,6 +13,8 @@ from itertools import islice
 
 import httpx
 
+from agentrl_env.client.credentials import public_url
+
 try:
     import pyoxigraph
 except ModuleNotFoundError as error:
@@ -165,7 +167,7 @@ class Endpoint:
         Raises QueryTooSlow if a smaller query might succeed, and StoreUnavailable.
         """
         accept = {"Accept": "application/sparql-results+json"}
-        body = bytearray()
+        body, shown = bytearray(), public_url(self.url)
         try:
             with self.client.stream(
                 "POST", self.url, data={"query": query}, headers=accept, timeout=self.timeout
@@ -177,18 +179,18 @@ class Endpoint:
         except httpx.ReadTimeout as error:
             raise QueryTooSlow(f"no answer within {self.timeout:g} seconds") from error
         except httpx.HTTPError as error:
-            raise StoreUnavailable(f"the SPARQL endpoint {self.url} does not answer: {error}") from error
+            raise StoreUnavailable(f"the SPARQL endpoint {shown} does not answer: {error}") from error
         if response.status_code != 200:
             text = body[:300].decode("utf-8", "replace")
             # Virtuoso answers its own time limits with an S1T00 or 42000 error of "estimated execution time".
             if "S1T00" in text or "execution time" in text:
                 raise QueryTooSlow("the endpoint's time limit")
-            raise StoreUnavailable(f"the SPARQL endpoint {self.url} answers {response.status_code}: {text}")
+            raise StoreUnavailable(f"the SPARQL endpoint {shown} answers {response.status_code}: {text}")
         try:
             results = pyoxigraph.parse_query_results(bytes(body), format=pyoxigraph.QueryResultsFormat.JSON)
             return _plain(results)
         except (SyntaxError, ValueError) as error:
-            raise StoreUnavailable(f"{self.url} does not answer with SPARQL results: {error}") from error
+            raise StoreUnavailable(f"{shown} does not answer with SPARQL results: {error}") from error
 
 
 def _plain(results) -> list[str] | bool:

@@ -361,3 +361,23 @@ async def test_failing_endpoint_is_not_a_reward_of_zero(client, endpoint):
     result = await call(session, "ask", question="Which ones?")
     assert result.status == "failed_environment"
     assert "gave no reply (it answered 400" in json.dumps(result.info)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"url": "http://bob:PASSW0RD@127.0.0.1:9/v1?key=QSECRET"},
+            "the partner at http://127.0.0.1:9/v1?key",
+        ),
+        ({"url": "http://127.0.0.1:9/v1", "key": "sk-SECRET\nsecond"}, "COLLAB_PARTNER_KEY has a line break"),
+    ],
+)
+async def test_failure_of_the_endpoint_shows_no_credentials(client, monkeypatch, options, reason):
+    monkeypatch.setattr(partner, "PAUSE_S", 0.0)
+    monkeypatch.setattr(environment, "PARTNER", {"model": "small", "key": "", **options})
+    session = await client.open("collab", split="test", index=0)
+    result = await call(session, "ask", question="Which ones?")
+    found = json.dumps(result.info)
+    assert reason in found
+    assert not [secret for secret in ("bob", "PASSW0RD", "SECRET") if secret in found]

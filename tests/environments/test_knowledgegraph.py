@@ -604,6 +604,13 @@ async def test_failing_endpoint_is_not_a_reward_of_zero(tmp_path, endpoint, clie
     assert "answers 500: out of order" in json.dumps(result.info)
 
 
+def test_failure_of_the_endpoint_shows_no_credentials():
+    endpoint = sparql.Endpoint("http://bob:PASSW0RD@127.0.0.1:9/sparql?key=QSECRET")
+    with pytest.raises(sparql.StoreUnavailable, match=r"http://127\.0\.0\.1:9/sparql\?key=\*\*\*") as found:
+        endpoint("ASK {}")
+    assert not [secret for secret in ("bob", "PASSW0RD", "QSECRET") if secret in str(found.value)]
+
+
 async def test_query_that_the_endpoint_aborts_does_not_end_the_episode(tmp_path, endpoint, client):
     record = load(tmp_path, RECORDS)[1]
     endpoint.store = graph([record])

@@ -9,6 +9,7 @@ import pytest
 from agentrl_env import EnvClient, Message, StepResult, ToolCall
 from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import (
+    BodyTooLarge,
     CallTimeout,
     EnvironmentFailed,
     InvalidRequest,
@@ -271,6 +272,24 @@ async def test_connection_refused_raises_server_unreachable():
 def test_invalid_url_is_rejected(url):
     with pytest.raises(ServerUnreachable, match="is not an http"):
         EnvClient.connect(url)
+
+
+async def test_errors_show_the_url_without_its_credentials():
+    async with EnvClient(HttpBackend("http://bob:PASSW0RD@127.0.0.1:9/?key=QSECRET", patience=0)) as client:
+        with pytest.raises(
+            ServerUnreachable, match=r"answers at http://127\.0\.0\.1:9/\?key=\*\*\* "
+        ) as found:
+            await client.tasks()
+    assert not [secret for secret in ("bob", "PASSW0RD", "QSECRET") if secret in str(found.value)]
+    with pytest.raises(ServerUnreachable, match=r"'ftp://h' is not an http://"):
+        EnvClient.connect("ftp://bob:PASSW0RD@h")
+
+
+async def test_body_over_the_limit_of_a_proxy_raises_body_too_large(canned):
+    url, _ = await canned(http(b"<html>", b"413 Request Entity Too Large"))
+    async with EnvClient.connect(url) as client:
+        with pytest.raises(BodyTooLarge, match="accepts no request of this size"):
+            await client.tasks()
 
 
 async def test_call_to_a_silent_server_times_out():

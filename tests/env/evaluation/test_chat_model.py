@@ -1,12 +1,18 @@
 """The client for OpenAI-compatible endpoints against a real HTTP server."""
 
+import asyncio
 import json
+import socket
 import sys
+import threading
+import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from agentrl_env import Message, ToolCall
+from agentrl_env.client.credentials import public_url
 from agentrl_env.evaluation import ChatModel, ModelFailed, chat_model
 from agentrl_env.evaluation.chat_model import ContextFull, ModelRefused, Pace
 from tests.env.evaluation.chat_server import ChatServer, completion
@@ -109,6 +115,134 @@ async def test_query_of_the_url_and_further_headers_are_in_every_request():
             await model.complete(QUESTION)
     ((query, headers),) = server.sent
     assert (query, headers["api-key"]) == ("api-version=2024-10-21", "secret")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"key": "sk-SECRET\nsecond"}, "the API key has a line break"),
+        (
+            {"key": "sk-SECRET\u00e9"},
+            "the API key has a line break or another character that is not printable",
+        ),
+        ({"headers": {"api-key": "SECRET\r\nx: y"}}, "the header api-key has a line break"),
+        ({"headers": {"api key": "SECRET"}}, "'api key' cannot be the name of a header"),
+    ],
+)
+def test_key_or_header_that_cannot_be_sent_is_rejected_without_its_value(options, reason):
+    with pytest.raises(ModelRefused, match=reason) as found:
+        ChatModel("http://127.0.0.1:9/v1", "small", **options)
+    assert "SECRET" not in str(found.value)
+
+
+async def test_white_space_around_a_key_is_not_sent():
+    _, server = await ask(completion(text="Yes."), key=" k\n")
+    assert server.keys == ["Bearer k"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://bob:PASSW0RD@h:8/v1?key=QSECRET&v=2#x", "http://h:8/v1?key=***&v=***"),
+        ("http://token@h/v1?QSECRET", "http://h/v1?***"),
+        ("http://bob:PASS/W0RD@h/v1?key=QSECRET", "http://h/v1"),  # not percent-encoded, so no URL
+        ("http://h/v1/@model", "http://h/v1/@model"),
+        ("localhost:9/v1", "localhost:9/v1"),
+    ],
+)
+def test_url_is_shown_without_credentials(url, shown):
+    assert public_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url", ["http://bob:PASS/W0RD@h/v1?key=QSECRET", "ftp://bob:PASSW0RD@h/v1?key=QSECRET"]
+)
+def test_url_that_cannot_be_used_is_rejected_without_its_credentials(url):
+    with pytest.raises(ModelRefused, match="cannot be used") as found:
+        ChatModel(url, "small")
+    assert not [part for part in ("PASS", "W0RD", "QSECRET") if part in str(found.value)]
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+async def test_answer_that_repeats_the_credentials_is_shown_without_them(status):
+    def reply(body):
+        return status, {"text": "sk-SECRET-KEY, HEADERSECRET, PASSW0RD and QUERYSECRET are invalid"}
+
+    with ChatServer(reply) as server:
+        url = server.url.replace("//", "//bob:PASSW0RD@") + "?key=QUERYSECRET"
+        headers = {"x": "Token HEADERSECRET"}
+        async with ChatModel(url, "small", key="sk-SECRET-KEY", headers=headers) as model:
+            with pytest.raises(ModelFailed) as found:
+                await model.complete(QUESTION)
+    assert "?key=*** answered" in str(found.value)
+    assert "***, ***, *** and *** are invalid" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "location", ["https://h2/v1/chat/completions?key=QSECRET", "//h2/v1/chat/completions?key=Q"]
+)
+async def test_redirect_names_the_url_to_use(location):
+    found, server = await ask((308, {"location": location}))
+    assert type(found) is ModelRefused
+    scheme = "https" if location.startswith("https") else "http"
+    assert f"answered 308 with the Location {scheme}://h2/v1/chat/completions?key=***; " in str(found)
+    assert f"use {scheme}://h2/v1?key=*** as the URL" in str(found)
+    assert len(server.requests) == 1
+
+
+@contextmanager
+def dripping_endpoint():
+    """Send a byte of an answer every 50 ms, without an end."""
+
+    def drip(connection):
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.05)
+        except OSError:
+            connection.close()
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=drip, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+async def test_timeout_bounds_the_whole_answer_of_an_endpoint_that_drips(monkeypatch):
+    monkeypatch.setattr(chat_model, "ATTEMPTS", 2)
+    with dripping_endpoint() as url:
+        async with ChatModel(url, "small", timeout=0.3) as model:
+            with pytest.raises(ModelFailed, match=r"did not answer within 0\.3 s"):
+                await asyncio.wait_for(model.complete(QUESTION), 30)
+
+
+@pytest.mark.parametrize("timeout", [0, -5, float("nan"), float("inf")])
+def test_timeout_must_be_a_number_of_seconds(timeout):
+    with pytest.raises(ModelRefused, match="above 0 seconds and finite"):
+        ChatModel("http://127.0.0.1:9/v1", "small", timeout=timeout)
+
+
+def test_field_that_json_cannot_express_is_named():
+    with pytest.raises(ModelRefused, match="the field 'x' cannot be sent as JSON"):
+        ChatModel("http://127.0.0.1:9/v1", "small", body={"x": [float("nan")]})
+
+
+@pytest.mark.parametrize("part", [{"number": float("nan")}, {"text": "\ud83d"}])
+async def test_conversation_that_json_cannot_express_is_a_failure(part):
+    async with ChatModel("http://127.0.0.1:9/v1", "small") as model:
+        with pytest.raises(ModelFailed, match="the conversation cannot be sent as JSON"):
+            await model.complete([Message(role="user", content=[part])])
 
 
 @pytest.mark.parametrize("with_original", [True, False])

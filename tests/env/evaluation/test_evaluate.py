@@ -399,6 +399,62 @@ def test_message_over_a_limit_of_the_server_ends_only_its_episode(cli, limit):
     assert (again, summarize(read_run("again")).ends) == (0, found["ends"])
 
 
+def test_credentials_are_in_no_file_and_no_output(cli, monkeypatch):
+    monkeypatch.setenv("AZURE_KEY", "HEADERSECRET")
+    Path("key.txt").write_text("sk-SECRET-KEY\n")
+
+    def reply(body):
+        text = "sk-SECRET-KEY, HEADERSECRET, PASSW0RD and QUERYSECRET are invalid"
+        return (400, {"text": text}) if numbers(body)[0] % 2 else play_sums(body)
+
+    with ChatServer(reply) as server:
+        url = server.url.replace("//", "//bob:PASSW0RD@") + "?key=QUERYSECRET"
+        _, out, err = cli(
+            "eval", TARGET, *endpoint(url), "--samples", 10, "-o", "here", "--retries", 0,
+            "--api-key-file", "key.txt", "--header", "api-key: $AZURE_KEY", "--json",
+        )  # fmt: skip
+    written = [path.read_text() for path in Path("here").iterdir()]
+    assert len(written) == 3
+    assert "?key=***" in written[0] + written[1] + written[2]
+    for secret in ("SECRET", "PASSW0RD", "bob"):
+        assert not [text for text in (out, err, *written) if secret in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--api-key-file", "lines.txt"], "--api-key-file lines.txt: the key has a line break"),
+        (["--api-key-env", "LATIN_KEY"], "--api-key-env LATIN_KEY: the key has a line break or another char"),
+        (["--header", "api-key: $LATIN_KEY"], "--header api-key: the value has a line break or another char"),
+        (["--header", "api-key sk-SECRET"], "--header: give NAME: VALUE"),
+        (["--header", "api key: sk-SECRET"], "--header 'api key': this is not the name of a header"),
+    ],
+)
+def test_key_that_cannot_be_sent_is_rejected_by_its_option_and_not_shown(cli, monkeypatch, options, sentence):
+    monkeypatch.setenv("LATIN_KEY", "sk-SECRET\u00e9")
+    Path("lines.txt").write_text("sk-SECRET\nsecond\n")
+    code, out, err = cli("eval", TARGET, *endpoint("http://127.0.0.1:9/v1"), *options)
+    assert code == 1
+    assert sentence in err
+    assert "SECRET" not in out + err
+    assert not Path("evals").exists()
+
+
+def test_dollar_sign_in_the_value_of_a_variable_is_sent(cli, monkeypatch):
+    monkeypatch.setenv("AZURE_KEY", "a$b")
+    with ChatServer(play_sums) as server:
+        command = ["eval", TARGET, *endpoint(server.url), "--samples", 1]
+        assert cli(*command, "--header", "api-key: $AZURE_KEY")[0] == 0
+    assert {headers["api-key"] for _, headers in server.sent} == {"a$b"}
+
+
+def test_redirect_stops_the_evaluation_with_the_url_to_use(cli):
+    with ChatServer(lambda body: (308, {"location": "/v2/chat/completions"})) as server:
+        code, _, err = cli("eval", TARGET, *endpoint(server.url), "--samples", 3)
+    assert code == 1
+    assert f"use {server.url.removesuffix('1')}2 as the URL" in err
+
+
 def test_seed_decides_the_samples_and_is_sent_on_request(cli):
     with ChatServer(play_sums) as server:
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 6, "--attempts", 2, "--json"]
