@@ -22,6 +22,7 @@ from agentrl_env.cli.options import (
     Token,
     client_of,
     endpoint_key,
+    finite,
     given_options,
     is_url,
     log_to_stderr,
@@ -56,7 +57,13 @@ class CheckSettings:
     token_file: ClientTokenFile = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
     deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The time limit of a check, or of a policy on a split.")
+        float,
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            metavar="SECONDS",
+            help="The time limit of a check, or of a policy on a split.",
+        ),
     ] = 60.0
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of the task's code.")] = (
         False

@@ -26,6 +26,7 @@ from agentrl_env.cli.options import (
     Token,
     client_of,
     endpoint_key,
+    finite,
     given_options,
     log_to_stderr,
     resolve_token,
@@ -80,7 +81,8 @@ class EvalSettings:
         Path | None, endpoint_option(metavar="FILE", help="The file with the endpoint's key.")
     ] = None
     temperature: Annotated[
-        float | None, endpoint_option(min=0.0, help="The temperature.", show_default="the endpoint's")
+        float | None,
+        endpoint_option(min=0.0, callback=finite, help="The temperature.", show_default="the endpoint's"),
     ] = None
     body: Annotated[
         list[str] | None,
@@ -100,11 +102,14 @@ class EvalSettings:
         endpoint_option("--send-seed", help="Send the seed of each episode, for endpoints that use it."),
     ] = False
     model_timeout: Annotated[
-        float, endpoint_option(metavar="SECONDS", help="The time for one completion.")
+        float,
+        endpoint_option(min=0.001, callback=finite, metavar="SECONDS", help="The time for one completion."),
     ] = 600.0
     requests_per_minute: Annotated[
         float | None,
-        endpoint_option(min=0.001, metavar="N", help="The maximum number of requests per minute."),
+        endpoint_option(
+            min=0.001, callback=finite, metavar="N", help="The maximum number of requests per minute."
+        ),
     ] = None
     replay: Annotated[
         Path | None,
@@ -128,7 +133,10 @@ class EvalSettings:
         int, episodes_option(min=0, metavar="N", help="How often a failed episode is repeated.")
     ] = 2
     step_timeout: Annotated[
-        float, episodes_option(metavar="SECONDS", help="The time for one call of the task's server.")
+        float,
+        episodes_option(
+            min=0.001, callback=finite, metavar="SECONDS", help="The time for one call of the task's server."
+        ),
     ] = 600.0
     output: Annotated[
         Path | None,
@@ -141,10 +149,14 @@ class EvalSettings:
         ),
     ] = None
     price_input: Annotated[
-        float | None, results_option(min=0, metavar="PRICE", help="The price of a million prompt tokens.")
+        float | None,
+        results_option(min=0, callback=finite, metavar="PRICE", help="The price of a million prompt tokens."),
     ] = None
     price_output: Annotated[
-        float | None, results_option(min=0, metavar="PRICE", help="The price of a million written tokens.")
+        float | None,
+        results_option(
+            min=0, callback=finite, metavar="PRICE", help="The price of a million written tokens."
+        ),
     ] = None
     transcripts: Annotated[
         int, results_option(min=0, metavar="N", help="The maximum number of episodes in the report.")
@@ -419,6 +431,10 @@ def _fields(pairs: list[str]) -> dict[str, Any]:
             raise AgentRLError(f"--body {pair}: give KEY=JSON, such as max_tokens=512")
         try:
             fields[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields[name] = value  # a word, such as reasoning_effort=low
+        try:
+            json.dumps(fields[name], ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise AgentRLError(f"--body {name}: {value[:100]!r} cannot be sent as JSON: {error}") from error
     return fields

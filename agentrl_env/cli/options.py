@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import sys
 import tomllib
@@ -296,6 +297,13 @@ def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
     if not is_header_value(key or ""):
         raise AgentRLError(f"{option}: the key has {NOT_PRINTABLE}")
     return key
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value of an option. Raises BadParameter for NaN and infinity, which ``min`` accepts."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
 
 
 def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:

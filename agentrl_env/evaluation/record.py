@@ -54,7 +54,7 @@ class EvaluationSettings(_Frozen):
     It can change when the evaluation is resumed. None for other policies.
     """
     indices: tuple[int | str, ...]
-    """Samples, in the order in which they are played."""
+    """Samples, in the order in which they are played. A repeated index counts once."""
     attempts: int = Field(default=1, ge=1)
     seed: int = 0
     temperature: float | None = None
@@ -67,6 +67,11 @@ class EvaluationSettings(_Frozen):
     @classmethod
     def _without_credentials(cls, url: str | None) -> str | None:
         return None if url is None else public_url(url)
+
+    @field_validator("indices")
+    @classmethod
+    def _once(cls, indices: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        return tuple(dict.fromkeys(indices))
 
     def plan(self) -> list[Key]:
         """Return all episodes: first the first attempts at all samples, then the second ones, and so on."""

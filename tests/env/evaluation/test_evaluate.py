@@ -399,6 +399,15 @@ def test_message_over_a_limit_of_the_server_ends_only_its_episode(cli, limit):
     assert (again, summarize(read_run("again")).ends) == (0, found["ends"])
 
 
+def test_sample_that_is_given_twice_is_played_once(cli):
+    with ChatServer(play_sums) as server:
+        options = ["--index", 0, "--index", "00", "--index", 3, "--json"]
+        code, out, _ = cli("eval", TARGET, *endpoint(server.url), *options)
+    found = json.loads(out)
+    assert (code, found["samples"], found["planned"], found["episodes"]) == (0, 2, 2, 2)
+    assert len(server.requests) == 4
+
+
 def test_credentials_are_in_no_file_and_no_output(cli, monkeypatch):
     monkeypatch.setenv("AZURE_KEY", "HEADERSECRET")
     Path("key.txt").write_text("sk-SECRET-KEY\n")
@@ -446,6 +455,27 @@ def test_dollar_sign_in_the_value_of_a_variable_is_sent(cli, monkeypatch):
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 1]
         assert cli(*command, "--header", "api-key: $AZURE_KEY")[0] == 0
     assert {headers["api-key"] for _, headers in server.sent} == {"a$b"}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "0"])
+@pytest.mark.parametrize("option", ["--model-timeout", "--step-timeout", "--requests-per-minute"])
+def test_duration_or_rate_must_be_a_positive_number(cli, option, value):
+    code, _, err = cli("eval", TARGET, *endpoint("http://127.0.0.1:9/v1"), option, value)
+    assert (code, f"Invalid value for '{option}': " in err) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--price-input", "--price-output"])
+def test_number_that_is_not_finite_is_rejected(cli, option):
+    code, _, err = cli("eval", TARGET, *endpoint("http://127.0.0.1:9/v1"), option, "inf")
+    assert (code, f"Invalid value for '{option}': inf is not a finite number" in err) == (2, True)
+
+
+@pytest.mark.parametrize("value", ["NaN", '{"a": [Infinity]}', "1e999", '"\\ud83d"'])
+def test_field_that_json_cannot_express_is_rejected(cli, value):
+    code, _, err = cli("eval", TARGET, *endpoint("http://127.0.0.1:9/v1"), "--body", f"x={value}")
+    assert code == 1
+    assert "error: --body x: " in err
+    assert "cannot be sent as JSON" in err
 
 
 def test_redirect_stops_the_evaluation_with_the_url_to_use(cli):
