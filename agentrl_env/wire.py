@@ -197,7 +197,7 @@ class TaskList(_Model):
     """Answer of ``GET /v1/tasks``."""
 
     protocol: int = PROTOCOL_VERSION
-    tasks: tuple[TaskInfo, ...] = ()
+    tasks: tuple[TaskInfo, ...]
 
 
 class OpenBatchAnswer(_Model):
@@ -255,8 +255,8 @@ class SessionSummary(_Model):
 class SessionList(_Model):
     """Answer of ``GET /v1/sessions``: one page, and the number of matching sessions."""
 
-    sessions: tuple[SessionSummary, ...] = ()
-    total: int = 0
+    sessions: tuple[SessionSummary, ...]
+    total: int
     next: str | None = None
     """Start of the next page. Null on the last page."""
 
@@ -291,6 +291,8 @@ def choose_task(name: str | None, known: Collection[str]) -> str:
         return name
     if not name and len(known) == 1:
         return next(iter(known))
+    if not name and not known:
+        raise e.UnknownTask("no task is served here; is a server linked to the controller?")
     names = ", ".join(known) or "none"
     if name:
         raise e.UnknownTask(f"no task {name!r} here; tasks: {names}")

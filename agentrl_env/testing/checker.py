@@ -15,7 +15,7 @@ from agentrl_env.client.local import LocalBackend
 from agentrl_env.client.loop_thread import LoopThread
 from agentrl_env.client.schema_sampler import CannotSample
 from agentrl_env.environment import Environment
-from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample
+from agentrl_env.errors import AgentRLError, CallTimeout, ServerUnreachable, UnknownSample, UnknownTask
 from agentrl_env.evaluation.chat_model import ChatModel
 from agentrl_env.hosting.loader import load_target
 from agentrl_env.session.loop_watch import ADVICE, Block, LoopWatch
@@ -77,7 +77,7 @@ def run_checks(
         on_result: Called with the task's name and each result, as soon as it is known.
 
     Raises:
-        AgentRLError: The tasks could not be listed (no server, wrong token, unknown task, timeout).
+        AgentRLError: The tasks could not be listed (no server, wrong token, no or unknown task, timeout).
     """
     loop = LoopThread("agentrl-env-check")
     client = connect()
@@ -158,14 +158,18 @@ def run_quality(
 
 
 def _tasks_of(loop: LoopThread, client: EnvClient, deadline: float) -> dict[str, TaskInfo]:
-    """Return the tasks of a client. Raises CallTimeout."""
+    """Return the tasks of a client, of which there is at least one. Raises CallTimeout, UnknownTask."""
     try:
-        return loop.run(client.tasks(), deadline)
+        tasks = loop.run(client.tasks(), deadline)
     except TimeoutError:
         raise CallTimeout(
             f"the tasks were not listed within {deadline:g} s (--deadline sets a longer time); "
             "startup() might hang, or the server is busy"
         ) from None
+    if not tasks:
+        served_by = getattr(client.backend, "url", "this client")
+        raise UnknownTask(f"{served_by} serves no task; is a server linked to the controller?")
+    return tasks
 
 
 def _close(loop: LoopThread, client: EnvClient, timeout: float) -> str:

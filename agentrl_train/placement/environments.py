@@ -77,7 +77,7 @@ async def environments(
     live at least that long. ``levels`` are the training splits, from easy to hard, of tasks with several.
 
     Raises:
-        EnvironmentUnavailable: a server cannot be started or does not answer.
+        EnvironmentUnavailable: a server cannot be started, does not answer or serves no task.
         ConfigError: a configured task or split does not exist.
     """
     async with AsyncExitStack() as stack:
@@ -276,16 +276,19 @@ async def _supervise(current: list[ServerProcess], make: Callable[[], ServerProc
 
 
 async def _tasks(client: EnvClient, section: EnvironmentSection) -> dict[str, TaskInfo]:
+    source = section.url or ", ".join(section.serve)
     try:
-        return await client.tasks()
+        tasks = await client.tasks()
     except Unauthorized as error:
         problem = "needs a token: name the variable that holds it in environments.token_env"
         if section.token_env:
             problem = f"rejects the token in {section.token_env}: export the token that the server was given"
         raise ConfigError(f"the environment server {section.url} {problem}") from error
     except AgentRLError as error:
-        source = section.url or ", ".join(section.serve)
         raise EnvironmentUnavailable(f"the environment server {source} lists no tasks: {error}") from error
+    if not tasks:
+        raise EnvironmentUnavailable(f"{source} serves no task; is a server linked to the controller?")
+    return tasks
 
 
 def _source(info: TaskInfo, split: str, *, weight: float = 1.0) -> TaskSource:

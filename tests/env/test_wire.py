@@ -19,6 +19,7 @@ def test_task_is_chosen_by_name():
         (None, ["guess", "quick"], "several tasks are served; choose one with task= or --task: guess, quick"),
         ("chess", ["guess", "quick"], "no task 'chess' here; tasks: guess, quick"),
         ("chess", [], "no task 'chess' here; tasks: none"),
+        (None, [], "no task is served here; is a server linked to the controller?"),
     ],
 )
 def test_unknown_or_ambiguous_task_raises(name, known, message):

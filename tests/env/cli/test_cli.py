@@ -17,6 +17,7 @@ from agentrl_env.client.http import HttpBackend
 from agentrl_env.errors import Unauthorized
 from agentrl_env.launch.process import ServerProcess
 from agentrl_env.testing.fresh_process import FRESH
+from tests.env.thread_server import controller_on_thread
 
 HERE = __file__
 
@@ -275,6 +276,34 @@ def test_check_of_a_url_covers_every_task_or_the_selected_one(cli, server):
     code, out, _ = cli("check", server.url, "--token-file", TOKEN_FILE, "--task", "polite")
     assert code == 0
     assert "oracle" in out
+
+
+@pytest.fixture(scope="module")
+def empty_controller():
+    with controller_on_thread(token="s3cret") as url:
+        yield url
+
+
+@pytest.mark.parametrize("options", [(), ("--quality",)])
+def test_check_of_a_controller_without_servers_is_an_error(cli, empty_controller, options):
+    url = empty_controller
+    code, out, err = cli("check", url, "--token-file", TOKEN_FILE, *options)
+    assert (code, out) == (1, "")
+    assert f"{url} serves no task; is a server linked to the controller?" in one_line(err)
+    code, out, _ = cli("check", url, "--token-file", TOKEN_FILE, "--json", *options)
+    assert (code, json.loads(out)["ok"]) == (1, False)
+    assert json.loads(out)["errors"][0]["type"] == "UnknownTask"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("play",), ("bench",), ("eval", "--base-url", "http://127.0.0.1:9/v1", "--model", "none")],
+)
+def test_commands_on_a_controller_without_servers_suggest_to_link_a_server(cli, empty_controller, command):
+    name, *options = command
+    code, _, err = cli(name, empty_controller, "--token-file", TOKEN_FILE, *options)
+    assert code == 1
+    assert "no task is served here; is a server linked to the controller?" in one_line(err)
 
 
 def test_check_without_the_token_prints_one_error_line(cli, server):

@@ -513,3 +513,23 @@ def test_token_that_is_invalid_in_a_header_is_rejected_without_quoting_it(token)
         EnvClient.connect("http://127.0.0.1:1", token=token)
     assert "token-" not in str(raised.value)
     assert "tökens" not in str(raised.value)
+
+
+@asynccontextmanager
+async def answering(answer):
+    """Serve one answer to every request, whatever the path."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"protocol":1}', b'{"hello":"world"}', b"[]"])
+async def test_answer_of_an_unrelated_server_is_not_an_empty_list_of_tasks(answer):
+    async with answering(answer) as url, EnvClient.connect(url) as client:
+        with pytest.raises(ProtocolError, match="something that is not a TaskList"):
+            await client.tasks()

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agentrl_env.fleet.controller import FleetService
+from agentrl_env.fleet.serve import ControllerServer
 from agentrl_env.hosting.serve import EnvServer
 from agentrl_train.config import EnvironmentSection
 from agentrl_train.errors import ConfigError, EnvironmentUnavailable
@@ -57,3 +59,14 @@ async def test_server_that_starts_too_late_names_the_key_of_its_deadline() -> No
     with pytest.raises(EnvironmentUnavailable, match=r"within 0.001 s.*environments.start_timeout_s"):
         async with environments([section], max_sessions=1):
             raise AssertionError("the server has answered at once")
+
+
+async def test_controller_without_servers_is_reported_before_training() -> None:
+    controller = ControllerServer(FleetService(), port=0)
+    await controller.start()
+    try:
+        with pytest.raises(EnvironmentUnavailable, match="serves no task; is a server linked"):
+            async with environments([EnvironmentSection(url=controller.url)], max_sessions=1):
+                raise AssertionError("training would start without tasks")
+    finally:
+        await controller.stop()
