@@ -190,14 +190,25 @@ class Dataset:
                     "index: return a list, or an object with __getitem__",
                     self._environment.samples,
                 )
-            if isinstance(samples, Mapping) and set(self._environment.splits) <= set(samples):
-                raise DefinitionError(
-                    f"samples({name!r}) of task {self._task!r} is a dict of all splits; "
-                    f"return the samples of one: ...[split]",
-                    self._environment.samples,
-                )
+            if isinstance(samples, Mapping):
+                self._check_names(name, samples)
             self._splits[name] = samples
         return self._splits[name]
+
+    def _check_names(self, split: str, samples: Mapping[Any, Any]) -> None:
+        """Raise DefinitionError if the keys of a split are not the names of samples."""
+        what = f"samples({split!r}) of task {self._task!r} is a dict"
+        if set(self._environment.splits) <= set(samples):
+            raise DefinitionError(
+                f"{what} of all splits; return the samples of one: ...[split]", self._environment.samples
+            )
+        for name in samples:
+            if not isinstance(name, str):
+                raise DefinitionError(
+                    f"{what} with the key {name!r}, but names of samples are text and numbers are positions: "
+                    "return a list, or {str(id): sample for id, sample in ...}",
+                    self._environment.samples,
+                )
 
     def info(self) -> dict[str, SplitInfo]:
         """Return the size of every split, None for an endless one, and the names of the samples."""
@@ -215,7 +226,7 @@ class Dataset:
         Args:
             split: Split of the dataset.
             index: Index of the sample. By default the seed picks a sample, at random without a seed. If
-                samples have names, a number is a sample's position.
+                samples have names, text is a sample's name and a number is its position.
             seed: Seed of the episode. By default a hash of (task, split, index), so that siblings have the
                 same problem.
             data: Data to use instead of the dataset's.
@@ -232,7 +243,7 @@ class Dataset:
             if index is None:
                 index = _pick(samples, secrets.randbits(31) if seed is None else seed, split)
             elif isinstance(index, int) and isinstance(samples, Mapping) and 0 <= index < len(samples):
-                index = index if index in samples else str(next(islice(samples, index, None)))
+                index = str(next(islice(samples, index, None)))
             chosen = self._data(samples, split, index)
             key = index
         if seed is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
@@ -27,6 +28,8 @@ from pydantic_core import CoreSchema, core_schema
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -146,7 +149,10 @@ class SplitInfo(_Frozen):
 
     num_samples: int | None = None
     ids: tuple[str, ...] | None = Field(default=None, exclude_if=_absent)
-    """Names of the samples in order, if they have names and are not too many. Numbers select them too."""
+    """Names of the samples in order, if they have names and are not too many.
+
+    A number, in contrast to text, selects a sample by its position.
+    """
 
 
 class TaskInfo(_Frozen):
@@ -158,6 +164,11 @@ class TaskInfo(_Frozen):
     tools: tuple[ToolSpec, ...] = ()
     max_turns: int
     capabilities: tuple[str, ...] = ()
+
+    def parse_index(self, split: str, text: str) -> int | str:
+        """Return the index that a text means: a name in the split, else a number, else the text itself."""
+        known = self.splits.get(split, SplitInfo()).ids or ()
+        return int(text) if text not in known and _NUMBER.fullmatch(text) else text
 
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]

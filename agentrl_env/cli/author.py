@@ -99,7 +99,9 @@ def play(
     target: Target,
     task: Task = None,
     split: Annotated[str, typer.Option(help="The split of the dataset.")] = "train",
-    index: Annotated[int | None, typer.Option(help="The sample; random by default.")] = None,
+    index: Annotated[
+        str | None, typer.Option(help="The name or the number of the sample; random by default.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The seed of the episode.")] = None,
     expert: Annotated[bool, typer.Option("--expert", help="Let the task's expert play.")] = False,
     token: Token = None,

@@ -122,7 +122,8 @@ class EvalSettings:
         int, episodes_option(min=1, metavar="N", help="The number of samples, drawn at random.")
     ] = 100
     index: Annotated[
-        list[str] | None, episodes_option("--index", metavar="INDEX", help="A sample; repeatable.")
+        list[str] | None,
+        episodes_option("--index", metavar="INDEX", help="The name or number of a sample; repeatable."),
     ] = None
     attempts: Annotated[int, episodes_option(min=1, metavar="K", help="The attempts per sample.")] = 1
     seed: Annotated[int, episodes_option(min=0, help="The seed of the samples and of --send-seed.")] = 0
@@ -245,7 +246,7 @@ async def _plan(
         return own.model_copy(update={"task": name, "model": f"replay of {own.model}", "url": None})
     info = tasks[choose_task(settings.task, tasks)]
     if settings.index:
-        indices = tuple(int(index) if re.fullmatch(r"\d+", index) else index for index in settings.index)
+        indices = tuple(info.parse_index(settings.split, index) for index in settings.index)
     else:
         indices = choose_indices(info, settings.split, settings.samples, seed=settings.seed)
     return EvaluationSettings(

@@ -49,7 +49,7 @@ def play(
     *,
     task: str | None = None,
     split: str = "train",
-    index: int | None = None,
+    index: str | None = None,
     seed: int | None = None,
     expert: bool = False,
 ) -> StepResult | None:
@@ -66,7 +66,8 @@ def play(
             raise AgentRLError(
                 f"task {info.name!r} offers no expert: define expert(rng), and serve it with --oracle"
             )
-        session = sync.open(info.name, split=split, index=index, seed=seed)
+        chosen = None if index is None else info.parse_index(split, index)
+        session = sync.open(info.name, split=split, index=chosen, seed=seed)
         _print_task(console, info, session)
         result = _play_turns(session, info, lines, console)
         session.close()

@@ -106,13 +106,27 @@ def test_samples_can_have_string_indices():
         books.sample("train", "persuasion")
 
 
-def test_seed_picks_a_string_index():
+def named(*names):
     class Shelf(Books):
         @classmethod
         def samples(cls, split):
-            return {"emma": {"pages": 474}, "dune": {"pages": 412}}
+            return {name: {"name": name} for name in names}
 
-    assert {Dataset(Shelf).sample("train", seed=seed).index for seed in range(20)} == {"emma", "dune"}
+    return Dataset(Shelf)
+
+
+@pytest.mark.parametrize("name", [10, 0, 1.5, None, True, ("a", 1)])
+def test_name_of_a_sample_that_is_not_text_raises_definition_error(name):
+    advice = r"is a dict with the key .*: return a list, or \{str\(id\): sample for id"
+    with pytest.raises(DefinitionError, match=advice):
+        named("9", name).info()
+    with pytest.raises(DefinitionError, match=advice):
+        named(name).sample("train", 0)
+
+
+def test_seed_picks_a_string_index():
+    dataset = named("emma", "dune")
+    assert {dataset.sample("train", seed=seed).index for seed in range(20)} == {"emma", "dune"}
 
 
 def test_sample_that_is_not_a_dict_raises_definition_error():

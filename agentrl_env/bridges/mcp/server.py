@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from agentrl_env.bridges.episode import CHOICE, Episode
+from agentrl_env.bridges.episode import CHOICE, Episode, task_info
 from agentrl_env.bridges.mcp.sdk import make_server, missing_sdk, protocol_error
 from agentrl_env.errors import InvalidRequest, NotSupported, WireError
 from agentrl_env.schema import echo
@@ -94,8 +94,7 @@ class McpEndpoint:
         # The first import takes a second and must not block the event loop.
         await asyncio.to_thread(import_module, "mcp.server.streamable_http")
         try:
-            choice = _choice(request.query_params, request.headers)
-            episode = await Episode.open(self._api, request.path_params["task"], choice)
+            episode = await self._open(request)
         except WireError as error:
             self._api.count(error)
             answer = {"jsonrpc": "2.0", "id": call.get("id"), "error": _error(error)}
@@ -107,6 +106,15 @@ class McpEndpoint:
     async def aclose(self) -> None:
         """Close every connection and its session."""
         await asyncio.gather(*(connection.aclose() for connection in list(self._connections.values())))
+
+    async def _open(self, request: Request) -> Episode:
+        """Open the session that a request chooses. Raises WireError."""
+        task, choice = request.path_params["task"], _choice(request.query_params, request.headers)
+        index = choice.get("index")
+        if isinstance(index, int):  # or a sample with digits as its name
+            described = await task_info(self._api, task)
+            choice["index"] = described.parse_index(choice.get("split", "train"), str(index))
+        return await Episode.open(self._api, task, choice)
 
     def _connect(self, episode: Episode) -> Connection:
         """Return a new connection to an episode. An earlier connection of the same agent ends."""

@@ -39,6 +39,17 @@ class Talk(Environment):
         return Done("Hello!", reward=float(text == "hello"))
 
 
+class Shelf(Talk):
+    """Samples with names, most of which are numbers."""
+
+    def reset(self, sample, rng):
+        return sample.data["name"]
+
+    @classmethod
+    def samples(cls, split):
+        return {name: {"name": name} for name in ("2", "0", "1", "a")}
+
+
 async def failure(url, **headers):
     """Return the error of a rejected connection."""
     from mcp import McpError
@@ -115,6 +126,14 @@ async def test_connection_chooses_the_problem_by_query_or_headers(serving, where
         opened = server.pool.session(prompt.meta["agentrl-env/session"]["session_id"])
         assert (opened.sample.split, opened.sample.index, opened.sample.seed) == ("test", 3, 11)
         assert [message.content.text for message in prompt.messages] == ["Be quick.", str(opened.sample.data)]
+
+
+@pytest.mark.parametrize(("index", "name"), [("2", "2"), ("0", "0"), ("a", "a"), ("3", "a")])
+async def test_connection_chooses_a_sample_by_its_name_before_its_number(serving, index, name):
+    server = await serving(Shelf)
+    async with mcp_session(f"{server.url}/mcp/shelf?index={index}") as (session, _):
+        prompt = await session.get_prompt("opening")
+        assert [message.content.text for message in prompt.messages] == [name]
 
 
 async def test_prompt_does_not_reveal_the_data_or_the_seed_of_the_sample(serving):

@@ -89,6 +89,20 @@ class Place(Environment):
         return "ok"
 
 
+class Shelf(Environment):
+    """Samples with numbers as names."""
+
+    def reset(self, sample, rng):
+        return sample.data["title"]
+
+    @classmethod
+    def samples(cls, split):
+        return {"2": {"title": "two"}, "0": {"title": "zero"}, "1": {"title": "one"}}
+
+    def respond(self, text):
+        return Done("Bye.")
+
+
 class Ask(Environment):
     """Answers queries."""
 
@@ -258,6 +272,13 @@ def test_check_that_times_out_before_the_tasks_are_known_prints_one_line(cli):
     code, _, err = cli("check", ".", "--deadline", "0.2")
     assert code == 1
     assert "the tasks were not listed within 0.2 s (--deadline sets a longer time)" in one_line(err)
+
+
+@pytest.mark.parametrize(("index", "title"), [("2", "two"), ("0", "zero"), ("1", "one")])
+def test_play_opens_the_sample_with_the_name_of_the_index(cli, index, title):
+    code, out, _ = cli("play", f"{HERE}:Shelf", "--index", index, stdin="/quit\n")
+    assert code == 0
+    assert title in out
 
 
 def test_play_gives_no_reward_to_a_failed_episode(cli):

@@ -485,6 +485,22 @@ def test_redirect_stops_the_evaluation_with_the_url_to_use(cli):
     assert f"use {server.url.removesuffix('1')}2 as the URL" in err
 
 
+class Shelf(Sums):
+    """Samples with numbers as names."""
+
+    @classmethod
+    def samples(cls, split):
+        return {name: {"a": int(name), "b": 0} for name in ("2", "0", "1")}
+
+
+def test_index_selects_a_sample_by_its_name_before_its_number(cli):
+    with ChatServer(play_sums) as server:
+        cli("eval", f"{__file__}:Shelf", *endpoint(server.url), "--index", 2, "--index", 0, "-o", "a")
+    run = read_run("a")
+    openings = {episode.index: str(episode.opening[-1].content) for episode in run.counted}
+    assert openings == {name: f"Add the second number to {name}." for name in ("2", "0")}
+
+
 def test_seed_decides_the_samples_and_is_sent_on_request(cli):
     with ChatServer(play_sums) as server:
         command = ["eval", TARGET, *endpoint(server.url), "--samples", 6, "--attempts", 2, "--json"]

@@ -1,5 +1,7 @@
 """Tasks that answer whole messages, offer tools per session, and end by their own limit."""
 
+import pytest
+
 from agentrl_env import Done, Environment, Message, Reply, SessionStatus, ToolCall, ToolSpec
 from agentrl_env.types import FunctionSpec
 
@@ -56,6 +58,25 @@ class Named(Environment):
 
     def respond(self, text):
         return Done("bye")
+
+
+class Numbered(Named):
+    """Samples with numbers as names."""
+
+    @classmethod
+    def samples(cls, split):
+        return {"2": {"n": "two"}, "0": {"n": "zero"}, "1": {"n": "one"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [("2", "2"), ("0", "0"), ("3", 3), ("007", "007"), ("-1", "-1"), ("a", "a")],
+)
+async def test_text_is_a_name_of_a_sample_before_it_is_a_number(text, index):
+    async with Numbered.local() as client:
+        info = (await client.tasks())["numbered"]
+    assert info.parse_index("test", text) == index
+    assert info.parse_index("dev", text) == (int(text) if text in "0123" else text)
 
 
 async def test_number_selects_a_named_sample_by_its_position():
