@@ -44,6 +44,8 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "wording": (lambda value: isinstance(value, Wording), "a Wording"),
 }
 """The class attributes that configure a task, each with a check of its value and a description."""
+_SHARED = frozenset(_SETTINGS) - {"name", "splits"}
+"""Settings with which a session could be expected to differ from the class."""
 _HOOKS = (
     "reset", "respond", "answer_message", "session_tools",
     "close", "score", "expert", "snapshot", "restore", "samples", "startup", "shutdown",
@@ -127,6 +129,16 @@ def check_attribute(environment: type, attribute: str, value: Any, *, base: type
             raise DefinitionError(
                 f"{what} is not a setting; did you mean {similar[0]!r}?", environment, attribute
             )
+
+
+def check_instance(environment: Any) -> None:
+    """Raise DefinitionError if an instance has its own value of a setting, which would have no effect."""
+    if own := sorted(_SHARED.intersection(vars(environment))):
+        name, kind = own[0], type(environment).__name__
+        advice = f"write {name} = ... in {kind}"
+        if name in ("max_turns", "max_seconds"):
+            advice += "; end a session earlier with Done(..., truncated=True)"
+        raise DefinitionError(f"self.{name} is set, but sessions share the settings of their class: {advice}")
 
 
 def _check_helper(environment: type, name: str, value: Any, base: type) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 class Environment(ABC):
     """Base class of a task. Each session has its own instance, and its ``@tool`` methods are the tools.
 
+    All sessions share the settings, which are class attributes. A session with its own ``max_turns`` or
+    other limit on ``self`` ends as ``failed_environment``.
+
     Methods can be plain or ``async``. Plain methods run on a thread, unless ``blocking`` is False.
     Tools return ``str | Message | list[Message] | Reply | Done``. Raising ``ToolError`` answers the
     model. Any other exception ends the session as ``failed_environment``.

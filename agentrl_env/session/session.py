@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from agentrl_env.author_code import describe
+from agentrl_env.definition import check_instance
 from agentrl_env.errors import (
     AUTHOR_ERRORS,
     EnvironmentFailed,
@@ -158,6 +159,7 @@ class Session:
             if self._restore is None:
                 content, _ = bounded(content, self._class.max_output_chars)
                 self.opening = tuple(as_messages(content, "reset()"))
+            check_instance(self._environment)
             if self._class.overrides("session_tools"):
                 self._tools = tuple(self._alive().session_tools())
             info = self.info()
@@ -375,6 +377,7 @@ class Session:
             except TimeLimitReached:
                 status = SessionStatus.TRUNCATED_TIME
             if status is not _RUNNING:
+                check_instance(self._environment)
                 result.calling = self._alive().score
                 scores = await self._executor.run(self._alive().score, self._class.tool_timeout)
                 result.score(scores, self.episode_return)

@@ -33,6 +33,11 @@ SAMPLES = {
         "@classmethod  # here\ndef samples(cls, split):\n    return {'train': [{}], 'test': [{}]}\n",
         "samples('train') of task 'guess' is a dict of all splits; return the samples of one: ...[split]",
     ),
+    "numbers as names": (
+        "@classmethod  # here\ndef samples(cls, split):\n    return {7: {'word': 'apple'}}\n",
+        "samples('train') of task 'guess' is a dict with the key 7, but names of samples are text and "
+        "numbers are positions: return a list, or {str(id): sample for id, sample in ...}",
+    ),
     "a set": (
         "@classmethod  # here\ndef samples(cls, split):\n    return [{'words': [{'apple'}]}]\n",
         "samples('train')[0] of task 'guess' cannot be sent as JSON: it holds a set at ['words'][0]",
@@ -99,6 +104,17 @@ RESET = {
         "reset_timeout = 0.05\ndef reset(self, sample, rng):  # here\n    import time\n    time.sleep(0.5)\n",
         "AuthorTimeout: still running after 0.05 s",
     ),
+    "a limit of one session": (
+        "def reset(self, sample, rng):  # here\n    self.max_turns = 2\n    return 'Guess.'\n",
+        "self.max_turns is set, but sessions share the settings of their class: write max_turns = ... in "
+        "Guess; end a session earlier with Done(..., truncated=True)",
+    ),
+    "a timeout in the constructor": (
+        "def __init__(self):\n    self.tool_timeout = 9\n"
+        "def reset(self, sample, rng):  # here\n    return ''\n",
+        "self.tool_timeout is set, but sessions share the settings of their class: "
+        "write tool_timeout = ... in Guess (",
+    ),
     "an error in the constructor": (
         "def __init__(self):\n    self.n = 1 / 0  # here\n",
         "reset of task 'guess' failed: ZeroDivisionError",
@@ -155,6 +171,10 @@ TOOLS = {
     "a reward without its name": (
         "@tool\ndef guess(self):\n    return Done('yes', 1.0)  # here\n",
         "TypeError: Done.__init__() takes 2 positional arguments but 3 were given",
+    ),
+    "a limit that a tool sets": (
+        "max_turns = 1\n@tool  # here\ndef guess(self):\n    self.max_seconds = 1\n    return 'no'\n",
+        "self.max_seconds is set, but sessions share the settings of their class",
     ),
     "a reward that is text": (
         "@tool  # here\ndef guess(self):\n    return Reply('yes', reward='1')\n",
