@@ -13,9 +13,9 @@ import numpy as np
 from agentrl_env import definition
 from agentrl_env.dataset import EndlessSamples, Samples
 from agentrl_env.errors import NotSupported
-from agentrl_env.tools import Reply, toolset
+from agentrl_env.tools import toolset
 from agentrl_env.types import Message, TaskSample, ToolSpec
-from agentrl_env.wording import NO_TOOL_CALL, Wording
+from agentrl_env.wording import Wording
 
 if TYPE_CHECKING:
     from agentrl_env.bridges.trl import TrlEpisode
@@ -49,7 +49,7 @@ class Environment(ABC):
     tool_timeout: ClassVar[float] = 30.0
     """Time limit in seconds of a tool call, ``respond``, ``score`` or ``expert``."""
     reset_timeout: ClassVar[float] = 60.0
-    """Time limit in seconds of ``reset`` and ``close``."""
+    """Time limit in seconds of ``reset``, ``session_tools`` and ``close``."""
     max_output_chars: ClassVar[int] = 1_000_000
     """Maximum number of characters in the opening or in the answers to one message. Longer text is cut."""
     blocking: ClassVar[bool] = True
@@ -71,8 +71,7 @@ class Environment(ABC):
 
     def respond(self, text: str) -> Any:
         """Answer an assistant turn without a tool call. The return values are the same as for a tool."""
-        names = toolset(type(self)).names
-        return Reply(self.wording.text(NO_TOOL_CALL, tools=names), metrics={"invalid_calls": 1.0})
+        return toolset(type(self)).without_call()
 
     def answer_message(self, message: Message) -> Any:
         """Answer a whole assistant message with its tool calls. The return values are the same as for a tool.
@@ -83,7 +82,12 @@ class Environment(ABC):
         raise NotSupported(f"task {self.name!r} answers by its tools")
 
     def session_tools(self) -> Sequence[ToolSpec]:
-        """Return the tools of this session, after ``reset``. By default these are the tools of the task."""
+        """Return the tools of this session. By default these are the tools of the task.
+
+        It is called once, after ``reset`` or ``restore``, with the time limit ``reset_timeout``. A session
+        offers and runs only these tools. They are ``@tool`` methods, unless the task overrides
+        ``answer_message``.
+        """
         return self.tool_specs()
 
     def close(self) -> Any:

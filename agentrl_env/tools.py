@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -27,6 +28,7 @@ from agentrl_env.fast_wire import (
 from agentrl_env.json_schema import SchemaArguments
 from agentrl_env.schema import ArgumentError, Arguments, echo
 from agentrl_env.types import FunctionSpec, Message, SessionStatus, ToolCall, ToolSpec
+from agentrl_env.wording import NO_TOOL_CALL, Wording
 
 SUCCESS_REWARD = 1.0 - 1e-9
 """An episode with at least this sum of rewards is a success, unless ``score()`` overrides it."""
@@ -137,7 +139,7 @@ class Tool:
 
 
 class Toolset:
-    """The tools of one environment class, in the order of their definition."""
+    """The tools of one environment class, in the order of their definition, or of one of its sessions."""
 
     def __init__(self, environment: type) -> None:
         self.tools: dict[str, Tool] = {}
@@ -148,10 +150,40 @@ class Toolset:
         overrides = getattr(environment, "overrides", None)
         self.answers = overrides is not None and overrides("answer_message")
         """True if the task answers whole messages itself."""
-        self.specs = tuple(tool.spec for tool in self.tools.values())
-        if wording := getattr(environment, "wording", None):
-            self.specs = wording.tools(self.specs)
+        self.responds = overrides is not None and overrides("respond")
+        """True if the task answers turns without a tool call itself."""
+        self.wording: Wording = getattr(environment, "wording", Wording())
+        self.specs = self.wording.tools(tuple(tool.spec for tool in self.tools.values()))
         self.names = ", ".join(self.tools) or "none"
+
+    def offer(self, specs: object) -> Toolset:
+        """Return the tools of a session that offers only these. Raises DefinitionError."""
+        if not isinstance(specs, Sequence) or not all(isinstance(spec, ToolSpec) for spec in specs):
+            raise DefinitionError("session_tools() must return a list of ToolSpec, as self.tool_specs() does")
+        names = [spec.function.name for spec in specs]
+        if len(set(names)) < len(names):
+            raise DefinitionError(f"session_tools() returned two tools with one name: {', '.join(names)}")
+        unknown = [] if self.answers else [name for name in names if name not in self.tools]
+        if unknown:
+            raise DefinitionError(
+                f"session_tools() returned {unknown[0]!r}, which is not a tool of the task: {self.names}"
+            )
+        try:
+            for spec in specs:
+                spec.model_dump_json()
+        except ValueError as error:
+            raise DefinitionError(
+                f"session_tools() returned a tool that cannot be sent as JSON: {error}"
+            ) from None
+        offered = copy.copy(self)
+        offered.tools = {name: self.tools[name] for name in names if name in self.tools}
+        offered.specs, offered.names = tuple(specs), ", ".join(names) or "none"
+        return offered
+
+    def without_call(self) -> Reply:
+        """Return the default answer to a turn without a tool call."""
+        text = self.wording.text(NO_TOOL_CALL, tools=self.names)
+        return Reply(text, metrics={"invalid_calls": 1.0})
 
     def _add(self, environment: type, attribute: str, function: Callable[..., Any]) -> None:
         if not inspect.isfunction(function):
@@ -245,15 +277,19 @@ class StepBuilder:
         self.calling: Callable[..., Any] | None = None
         """The author's method that was called last. Errors name its place."""
 
-    async def run(self, environment: Player, invoke: Invoke) -> None:
+    async def run(self, environment: Player, invoke: Invoke, tools: Toolset) -> None:
         """Run the message's tool calls in order, or ``respond`` if it has none.
 
         All answers precede the other messages of tools, such as images in the role of the user.
 
+        Args:
+            environment: plays the episode.
+            invoke: runs author code.
+            tools: tools of the session. Other tools are unknown.
+
         Raises TimeLimitReached, and any exception of author code except ToolError.
         """
         calls: Sequence[AnyToolCall] = self.message.tool_calls or ()
-        tools = toolset(environment.__class__)
         self.room = environment.max_output_chars
         if tools.answers:
             self.calling = environment.answer_message
@@ -263,8 +299,9 @@ class StepBuilder:
             return
         if not calls:
             self.calling = environment.respond
+            answer = partial(environment.respond, _text(self.message))
             try:
-                value = await invoke("respond", partial(environment.respond, _text(self.message)), None)
+                value = await invoke("respond", answer if tools.responds else tools.without_call, None)
             except ToolError as error:
                 value = str(error)
             self.messages += as_messages(self._take(value, "respond"), "respond()")

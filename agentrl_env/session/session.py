@@ -102,7 +102,7 @@ class Session:
         """Sum of the rewards so far."""
         self.began = clock()
         self._class = environment
-        self._tools = toolset(environment).specs
+        self._tools = toolset(environment)
         self._threads = threads
         self._executor = Executor(
             blocking=environment.blocking,
@@ -134,7 +134,7 @@ class Session:
             task=self.sample.task,
             sample=self.sample,
             messages=self.opening,
-            tools=self._tools,
+            tools=self._tools.specs,
             status=self.status,
             turn=self.turn,
             last=self.history.last,
@@ -154,6 +154,7 @@ class Session:
             sample = self.sample.model_copy(deep=True)
             return environment.reset(sample, np.random.default_rng(sample.seed))
 
+        calling = "reset" if self._restore is None else "restore"
         try:
             content = await self._executor.run(begin, self._class.reset_timeout)
             if self._restore is None:
@@ -161,14 +162,16 @@ class Session:
                 self.opening = tuple(as_messages(content, "reset()"))
             check_instance(self._environment)
             if self._class.overrides("session_tools"):
-                self._tools = tuple(self._alive().session_tools())
+                calling = "session_tools"
+                offered = await self._executor.run(self._alive().session_tools, self._class.reset_timeout)
+                self._tools = self._tools.offer(offered)
             info = self.info()
         except ServerFull:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
             raise
         except AUTHOR_ERRORS as error:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
-            raise self._failed("reset" if self._restore is None else "restore", error) from error
+            raise self._failed(calling, error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
@@ -372,7 +375,7 @@ class Session:
         self._executor.loop_s = 0.0
         try:
             try:
-                await result.run(self._alive(), self._invoke)
+                await result.run(self._alive(), self._invoke, self._tools)
                 status = self._status_after(result)
             except TimeLimitReached:
                 status = SessionStatus.TRUNCATED_TIME

@@ -236,6 +236,40 @@ TOOLS = {
     ),
 }
 
+SESSION_TOOLS = {
+    "an error": (
+        "def session_tools(self):\n    return {}['missing']  # here\n",
+        "session_tools of task 'guess' failed: KeyError: 'missing'",
+    ),
+    "no return": (
+        "def session_tools(self):  # here\n    self.tool_specs()\n",
+        "session_tools() must return a list of ToolSpec, as self.tool_specs() does",
+    ),
+    "dicts": (
+        "def session_tools(self):  # here\n    return [tool.model_dump() for tool in self.tool_specs()]\n",
+        "session_tools() must return a list of ToolSpec, as self.tool_specs() does",
+    ),
+    "a tool twice": (
+        "def session_tools(self):  # here\n    return 2 * self.tool_specs()\n",
+        "session_tools() returned two tools with one name: guess, guess",
+    ),
+    "an unknown tool": (
+        "def session_tools(self):  # here\n    from agentrl_env import ToolSpec\n"
+        "    return [ToolSpec.model_validate({'function': {'name': 'look'}})]\n",
+        "session_tools() returned 'look', which is not a tool of the task: guess",
+    ),
+    "a set in a schema": (
+        "def session_tools(self):  # here\n    from agentrl_env import ToolSpec\n"
+        "    function = {'name': 'guess', 'parameters': {'enum': {1, object()}}}\n"
+        "    return [ToolSpec.model_validate({'function': function})]\n",
+        "session_tools() returned a tool that cannot be sent as JSON",
+    ),
+    "a hang": (
+        "reset_timeout = 0.05\ndef session_tools(self):  # here\n    import time\n    time.sleep(0.5)\n",
+        "session_tools of task 'guess' failed: AuthorTimeout: still running after 0.05 s",
+    ),
+}
+
 EXPERT_AND_STATE = {
     "an expert that returns a dict": (
         "def expert(self, rng):  # here\n    return {'n': 3}\n",
@@ -267,6 +301,7 @@ CASES = {
         "samples": SAMPLES,
         "reset": RESET,
         "tools": TOOLS,
+        "session tools": SESSION_TOOLS,
         "expert and state": EXPERT_AND_STATE,
     }.items()
     for name, case in cases.items()

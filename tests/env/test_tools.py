@@ -394,7 +394,7 @@ async def play(*calls, text=None, call=call):
     environment = Quick()
     environment.notes, environment.draws = [], [5]
     turn = StepBuilder(Message.assistant(text, *calls), 0.0)
-    await turn.run(environment, call)
+    await turn.run(environment, call, toolset(type(environment)))
     return turn
 
 
@@ -425,7 +425,7 @@ class Chatty(Environment):
 
 async def played(*calls, text=None):
     turn = StepBuilder(Message.assistant(text, *calls), 0.0)
-    await turn.run(Chatty(), call)
+    await turn.run(Chatty(), call, toolset(Chatty))
     return [message.content for message in turn.messages]
 
 
