@@ -49,6 +49,7 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to bind; 0 picks a free one.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value.")
 ]
@@ -222,9 +223,9 @@ def gateway_command(
         Path, typer.Option("--output", "-o", help="File that the rollouts are appended to.")
     ] = Path("rollouts.jsonl"),
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to bind; 0 picks a free one.")] = 8000,
+    port: Port = 8000,
     idle_timeout: Annotated[
-        float, typer.Option("--idle-timeout", help="Seconds after which a session without calls ends.")
+        float, typer.Option("--idle-timeout", min=1, help="Seconds after which a session without calls ends.")
     ] = 3600.0,
     ignored: Annotated[
         list[str] | None,
@@ -312,7 +313,7 @@ def watch_command(
         typer.Argument(metavar="RUN_FOLDER...", help="A folder in runs/, or two to compare."),
     ],
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to bind; 0 picks a free one.")] = 8300,
+    port: Port = 8300,
     token_file: Annotated[
         Path | None,
         typer.Option(

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 QUALITY = ("samples", "split", "hold", "resume", "model_url", "model", "api_key_env")
 """Options that only ``--quality`` reads."""
+MAX_DEADLINE_S = 86_400.0
+"""Threads cannot wait for an infinite time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,8 @@ class CheckSettings:
     deadline: Annotated[
         float,
         typer.Option(
-            min=0.001,
+            min=0.1,
+            max=MAX_DEADLINE_S,
             callback=finite,
             metavar="SECONDS",
             help="The time limit of a check, or of a policy on a split.",

@@ -59,11 +59,13 @@ class ServeSettings(options.ProcessOptions):
         int, sessions_option(min=1, metavar="N", help="The maximum number of open sessions.")
     ] = 1024
     lease: Annotated[
-        float, sessions_option(metavar="SECONDS", help="The time that a session may be idle.")
+        float, sessions_option(min=1, metavar="SECONDS", help="The time that a session may be idle.")
     ] = 900.0
     drain: Annotated[
         float,
-        sessions_option(metavar="SECONDS", help="The time that open sessions get when the server stops."),
+        sessions_option(
+            min=0, metavar="SECONDS", help="The time that open sessions get when the server stops."
+        ),
     ] = 30.0
     oracle: Annotated[bool, sessions_option("--oracle", help="Let clients call the task's expert.")] = False
     stuck_after: Annotated[
@@ -100,7 +102,7 @@ class ServeSettings(options.ProcessOptions):
         ),
     ] = False
     slow_step: Annotated[
-        float, logs_option(metavar="SECONDS", help="Log a warning for steps that take longer.")
+        float, logs_option(min=0, metavar="SECONDS", help="Log a warning for steps that take longer.")
     ] = 30.0
 
 
@@ -113,7 +115,9 @@ class ControllerSettings(options.ProcessOptions):
     port: options.Port = 8100
     queue: Annotated[
         float,
-        sessions_option(metavar="SECONDS", help="The minimum time that a new session waits for capacity."),
+        sessions_option(
+            min=0, metavar="SECONDS", help="The minimum time that a new session waits for capacity."
+        ),
     ] = 30.0
     limit: Annotated[
         list[str] | None,

@@ -56,7 +56,7 @@ class TaskConfig(BaseModel):
     kind: Literal["process", "docker"] = "process"
     replicas: int = Field(default=1, ge=1)
     max_sessions: int = Field(default=256, ge=1)
-    lease: float = Field(default=900.0, gt=0.0)
+    lease: float = Field(default=900.0, ge=1.0)
     drain: float = Field(default=30.0, ge=0.0)
     oracle: bool = False
     stuck_after: float = Field(default=STUCK_S, ge=0.0, allow_inf_nan=False)

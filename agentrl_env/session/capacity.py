@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl_env.errors import ServerDraining, ServerFull, WireError
+from agentrl_env.errors import ServeError, ServerDraining, ServerFull, WireError
 from agentrl_env.session.session import Session
 
 DRAINING = "the server is shutting down; open sessions elsewhere"
+
+
+def check_limits(max_sessions: int, lease_s: float) -> None:
+    """Raise ServeError if a process with these limits could not hold a session."""
+    if max_sessions < 1:
+        raise ServeError(f"max_sessions is {max_sessions}; it must be at least 1")
+    if not lease_s > 0:  # this includes nan
+        raise ServeError(f"lease_s is {lease_s:g}; it must be above 0, or every session expires immediately")
 
 
 class Capacity:

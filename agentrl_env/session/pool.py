@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPending, UnknownServer, WireError
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
-from agentrl_env.session.capacity import DRAINING, Capacity
+from agentrl_env.session.capacity import DRAINING, Capacity, check_limits
 from agentrl_env.session.observer import NO_OBSERVER, Observer, server_bug
 from agentrl_env.session.session import MAX_BYTES, MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
@@ -86,6 +86,8 @@ class SessionPool:
         clock: returns the monotonic time in seconds.
         history_bytes: size of the turns that a session keeps.
         calls: shows the running calls.
+
+    Raises ServeError if no session could be open.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SessionPool:
         history_bytes: int = MAX_BYTES,
         calls: RunningCalls | None = None,
     ) -> None:
+        check_limits(max_sessions, lease_s)
         self.draining = False
         self._take_id()
         self._oracle = oracle

@@ -127,6 +127,40 @@ def test_invalid_config_is_rejected_in_one_line(cli, called, command, config, me
     assert not called
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("serve", "--lease=0"),
+        ("serve", "--lease=0.5"),
+        ("serve", "--lease=-1"),
+        ("serve", "--lease=nan"),
+        ("serve", "--drain=-1"),
+        ("serve", "--drain=nan"),
+        ("serve", "--slow-step=-1"),
+        ("serve", "--slow-step=nan"),
+        ("serve", "--stuck-after=nan"),
+        ("controller", "--queue=-1"),
+        ("controller", "--queue=nan"),
+        ("controller", "--lost-after=nan"),
+        ("check", "--deadline=0"),
+        ("check", "--deadline=nan"),
+        ("check", "--deadline=inf"),
+    ],
+)
+def test_number_of_seconds_outside_the_range_is_rejected(cli, called, command, option):
+    targets = [] if command == "controller" else [GUESS]
+    code, out, err = cli(command, *targets, option)
+    assert (code, out) == (2, "")
+    assert f"Invalid value for '{option.partition('=')[0]}': Input should be " in err
+    assert not called
+
+
+def test_number_of_seconds_outside_the_range_is_rejected_in_a_config(cli, called):
+    code, _, err = cli("serve", GUESS, config="lease = 0")
+    assert (code, called) == (1, [])
+    assert "settings.toml: lease: " in err
+
+
 def test_files_of_a_windows_editor_are_read(cli, called, tmp_path):
     (tmp_path / "secret").write_bytes(b"\xef\xbb\xbfs3cret\r\n")
     cli("serve", GUESS, config='\ufefftoken-file = "secret"\r\nport = 0\r\n')

@@ -81,6 +81,7 @@ def test_token_comes_from_the_environment(config, monkeypatch):
         (f"[controller]\nreplicas = 2\n{TASK}", "no such key; did you mean 'tasks.replicas'?"),
         (f"[controller]\nzzz = 2\n{TASK}", "controller.zzz: there is no such key"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nreplicas = 0', "tasks.0.replicas"),
+        (f"{TASK}\nlease = 0.5", "tasks.0.lease: Input should be greater than or equal to 1"),
         ('[[tasks]]\nname = "a"\ntarget = "x"\nlimits = {memory = "much"}', "'much' is not a size"),
         (
             f'{TASK}\nlimits = {{memory = "64m"}}',

@@ -8,6 +8,7 @@ from agentrl_env.errors import (
     EnvironmentFailed,
     InternalError,
     NotSupported,
+    ServeError,
     ServerDraining,
     ServerFull,
     SessionEnded,
@@ -248,6 +249,20 @@ async def test_session_with_a_running_step_does_not_expire(pools):
     assert await expire_idle(pool) == 0  # the lease is renewed
     clock.now += 10
     assert await expire_idle(pool) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"lease_s": 0}, "lease_s is 0; it must be above 0, or every session expires immediately"),
+        ({"lease_s": -1.5}, "lease_s is -1.5; it must be above 0"),
+        ({"lease_s": float("nan")}, "lease_s is nan; it must be above 0"),
+        ({"max_sessions": 0}, "max_sessions is 0; it must be at least 1"),
+    ],
+)
+def test_limits_that_allow_no_session_are_rejected(limits, message):
+    with pytest.raises(ServeError, match=message):
+        SessionPool([Quick], **limits)
 
 
 async def test_leases_expire_in_the_background(pools):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
-from agentrl_train.__main__ import EXTRA_MODULES
+from agentrl_train.__main__ import EXTRA_MODULES, app
 from agentrl_train.cli import commands
 from agentrl_train.cli.evaluating import evaluate_and_record
 from agentrl_train.config import RunConfig
@@ -206,3 +207,19 @@ def test_command_without_the_extra_explains_how_to_install_it(arguments: list[st
     assert done.returncode == 1
     assert "is not installed: pip install 'agentrl-kit[train]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gateway", "model", "--port", "-1"],
+        ["gateway", "model", "--port", "65536"],
+        ["gateway", "model", "--idle-timeout", "0"],
+        ["gateway", "model", "--idle-timeout", "nan"],
+        ["watch", "run", "--port", "70000"],
+    ],
+)
+def test_number_outside_the_range_of_its_option_is_rejected(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[2]}': Input should be " in result.output
