@@ -416,18 +416,18 @@ _GZIP = b"\x1f\x8b"
 
 
 class _Sessions(msgspec.Struct):
-    sessions: list[msgspec.Raw] | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sessions: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
 
 
 def _batch_size(text: bytes | str) -> int | None:
-    """Return the number of sessions that a body opens, or None if it contains no list of sessions."""
+    """Return the number of sessions that a body opens, or None if it has no ``sessions``."""
     try:
         sessions = msgspec.json.decode(text, type=_Sessions).sessions
+    except msgspec.ValidationError:  # not a list, which reading the body reports
+        return 0
     except UNREADABLE:
         return None
-    if isinstance(sessions, msgspec.UnsetType):
-        return None
-    return len(sessions) if isinstance(sessions, list) else 0
+    return None if isinstance(sessions, msgspec.UnsetType) else len(sessions)
 
 
 def _json(text: bytes | str) -> Any:

@@ -92,6 +92,19 @@ async def test_http_body_with_n_or_sessions_opens_many_with_agent_tokens():
     await server.stop()
 
 
+@pytest.mark.parametrize("sessions", [{}, {"task": "guess"}, None, "guess", 2, True])
+@pytest.mark.parametrize("others", [{}, {"n": 2}])
+async def test_sessions_that_are_not_a_list_open_nothing(sessions, others):
+    server = EnvServer([Guess], port=0, drain_s=0.0)
+    await server.start()
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as http:
+        answer = await http.post("/v1/sessions", json={"sessions": sessions, **others})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "sessions: Input should be a valid array"
+    assert server.pool.open_sessions == 0
+    await server.stop()
+
+
 async def test_repeated_idempotency_key_returns_the_same_siblings():
     server = EnvServer([Guess], port=0, drain_s=0.0)
     await server.start()
