@@ -21,7 +21,7 @@ from agentrl_env.environment import Environment
 from agentrl_env.errors import EnvironmentFailed, ServeError
 from agentrl_env.hosting.loader import load_targets
 from agentrl_env.server.app import create_app
-from agentrl_env.server.auth import is_link_token
+from agentrl_env.server.auth import check_characters, is_link_token
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.limits import Limits
 from agentrl_env.server.sockets import Listener, Tls
@@ -83,6 +83,7 @@ class EnvServer:
         tracing: Tracing | None = None,
         **sessions: Unpack[PoolOptions],
     ) -> None:
+        check_characters(token or "")
         own = token
         if token and is_link_token(token):
             if not controllers:

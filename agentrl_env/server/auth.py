@@ -109,6 +109,15 @@ def is_weak(token: str) -> bool:
     return len(token) < MIN_TOKEN_CHARS or len(set(token)) < MIN_TOKEN_VARIETY
 
 
+def check_characters(token: str) -> None:
+    """Raise ServeError if clients cannot send a token in a header."""
+    if not (token.isascii() and token.isprintable()) or token != token.strip():
+        raise ServeError(
+            "the token has a character that is not allowed in an HTTP header, such as a letter with an "
+            f"accent, a line break, or white space around it; make one with {NEW_TOKEN}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
     """Content of an agent token."""
@@ -281,16 +290,22 @@ def bearer_of(shown: bytes, token: str, tokens: AgentTokens) -> Caller | None:
     return Caller(is_server=True) if hmac.compare_digest(shown, link_token(token).encode()) else None
 
 
+def bearer_token(shown: bytes) -> bytes:
+    """Return the token in an authorization header, or nothing for another scheme than Bearer."""
+    scheme, _, token = shown.partition(b" ")
+    return token.lstrip(b" ") if scheme.lower() == b"bearer" else b""
+
+
 def as_bearer(shown: bytes) -> bytes:
     """Convert a Basic authorization header to a bearer token, which is the password.
 
     Peers of AgentRL's protocol do not support tokens, but accept URLs such as ``http://any:TOKEN@host/api``.
     """
     scheme, _, encoded = shown.partition(b" ")
-    if scheme != b"Basic":
+    if scheme.lower() != b"basic":
         return shown
     try:
-        return b"Bearer " + b64decode(encoded, validate=True).partition(b":")[2]
+        return b"Bearer " + b64decode(encoded.strip(), validate=True).partition(b":")[2]
     except ValueError:
         return b""
 

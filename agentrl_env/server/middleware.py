@@ -33,6 +33,7 @@ from agentrl_env.server.auth import (
     Caller,
     as_bearer,
     bearer_of,
+    bearer_token,
     caller,
     client_name,
     limit_rate,
@@ -224,8 +225,8 @@ class AccessMiddleware:
         """Return the caller of an authorization header. Raises Unauthorized."""
         if self._token is None or self._tokens is None:
             return OPERATOR
-        scheme, _, token = shown.partition(b" ")
-        who = bearer_of(token, self._token, self._tokens) if scheme == b"Bearer" else None
+        token = bearer_token(shown)
+        who = bearer_of(token, self._token, self._tokens) if token else None
         if who is None:
             what = "does not accept this token" if token else "needs a token"
             raise Unauthorized(f"this server {what}; {_HOW}")

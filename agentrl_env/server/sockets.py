@@ -30,7 +30,7 @@ from agentrl_env.errors import (
     ServeError,
     WireError,
 )
-from agentrl_env.server.auth import MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY, NEW_TOKEN, is_weak
+from agentrl_env.server.auth import MIN_TOKEN_CHARS, MIN_TOKEN_VARIETY, NEW_TOKEN, check_characters, is_weak
 from agentrl_env.server.embedded import EmbeddedServer
 from agentrl_env.server.limits import OPERATOR_FACTOR, RETRY_S, Limits
 from agentrl_env.server.telemetry.metrics import Metrics
@@ -298,6 +298,7 @@ class Listener:
     def __init__(
         self, host: str, port: int, *, token: str | None, insecure: bool | None, tls: Tls | None = None
     ) -> None:
+        check_characters(token or "")
         _check_exposure(host, token, insecure)
         self._tls, self._context = tls, tls.context() if tls is not None else None
         self._socket = _bind(host, port)

@@ -174,7 +174,7 @@ def sft(config: RunConfig, *, output: Path) -> int:
 def record_rollouts(config: RunConfig, **options: Any) -> int:
     """Serve a model to agent programs until a signal, and record their rollouts."""
     console = Console()
-    token = os.environ.get("AGENTRL_TOKEN")
+    token = os.environ.get("AGENTRL_TOKEN", "").strip() or None
     announce = partial(console.print, soft_wrap=True, highlight=False)
     asyncio.run(record(config, token=token, announce=announce, **options))
     return 0

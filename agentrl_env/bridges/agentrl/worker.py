@@ -31,7 +31,7 @@ from agentrl_env.errors import AgentRLError, DefinitionError, InvalidRequest, Se
 from agentrl_env.schema import echo
 from agentrl_env.server.api import Api, read
 from agentrl_env.server.app import call_at_end
-from agentrl_env.server.auth import as_bearer, caller
+from agentrl_env.server.auth import as_bearer, bearer_token, caller
 from agentrl_env.server.controller_link import ControllerLinks
 from agentrl_env.server.middleware import AGENTRL_PATH
 from agentrl_env.server.telemetry.metrics import Metrics, SessionMetrics
@@ -423,7 +423,7 @@ def mount(app: FastAPI, api: Api) -> None:
         host, port = request.scope["server"]
         url = host if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}"
         shown = as_bearer(request.headers.get("authorization", "").encode("latin-1"))
-        token = shown.removeprefix(b"Bearer ").decode("latin-1") or None
+        token = bearer_token(shown).decode("latin-1") or None
         workers.hear(beat.address, beat, partial(HttpTransport, beat.address), url, token)
 
     async def cancel_notice(request: Request) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from base64 import b64encode
 from socket import gethostname
 
 import httpx
@@ -162,6 +163,28 @@ async def test_forged_token_is_rejected(url, change):
         async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60) as agent:
             answer = await agent.get(f"/v1/sessions/{session.session_id}")
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "bEaReR", "Bearer "])
+async def test_case_of_the_scheme_of_a_token_does_not_matter(url, scheme):
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+        answer = await http.get("/v1/tasks", headers={"authorization": f"{scheme} {TOKEN}"})
+        assert answer.status_code == 200
+        for refused in (f"{scheme} {TOKEN}x", f"{scheme}\t{TOKEN}", f"x{scheme} {TOKEN}", TOKEN):
+            answer = await http.get("/v1/tasks", headers={"authorization": refused})
+            assert answer.status_code == 401
+    address = url.replace("http", "ws", 1) + "/v1/ws"
+    async with connect(address, additional_headers={"authorization": f"{scheme} {TOKEN}"}):
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["Basic", "basic"])
+async def test_peers_of_agentrl_send_the_token_as_the_password_in_an_address(url, scheme):
+    password = b64encode(f"any:{TOKEN}".encode()).decode()
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+        headers = {"authorization": f"{scheme} {password}"}
+        assert (await http.get("/api/list_workers", headers=headers)).status_code != 401
+        assert (await http.get("/v1/tasks", headers=headers)).status_code == 401
 
 
 def test_agent_token_of_another_operator_is_invalid():

@@ -14,7 +14,7 @@ from agentrl_env import EnvClient, ToolCall
 from agentrl_env.errors import ServeError, ServerDraining, SessionEnded, TargetError
 from agentrl_env.fleet.controller import FleetService
 from agentrl_env.fleet.serve import ControllerServer
-from agentrl_env.hosting.serve import EnvServer
+from agentrl_env.hosting.serve import NOWHERE, EnvServer
 from agentrl_env.server.auth import is_weak
 from tests.env.tasks import Quick, Slow, until
 
@@ -36,6 +36,23 @@ def test_token_that_can_be_guessed_is_rejected_beyond_loopback(host, token):
     with pytest.raises(ServeError, match="can be guessed"):
         ControllerServer(FleetService(), host=host, port=0, token=token)
     EnvServer([Quick], port=0, token=token)._listener._socket.close()
+
+
+@pytest.mark.parametrize("token", ["tökens-are-ascii-1234", "two\nlines-of-a-token", " a-token-of-a-server "])
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda token: EnvServer([Quick], port=0, token=token),
+        lambda token: EnvServer([Quick], host=NOWHERE, controllers=["http://127.0.0.1:9"], token=token),
+        lambda token: ControllerServer(FleetService(), port=0, token=token),
+    ],
+    ids=["server", "server without an address", "controller"],
+)
+def test_token_that_clients_cannot_send_is_rejected_without_quoting_it(start, token):
+    with pytest.raises(ServeError, match="not allowed in an HTTP header") as refused:
+        start(token)
+    assert "token-" not in str(refused.value)
+    assert "tökens" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,16 @@ def test_gateway_beyond_loopback_needs_a_token(tmp_path: Path, monkeypatch: pyte
     assert "set AGENTRL_TOKEN" in str(done.exception)
 
 
+def test_gateway_with_a_token_that_clients_cannot_send_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_TOKEN", "tökens-are-ascii-1234")
+    write_config(tmp_path)
+    done = CliRunner().invoke(app, ["gateway", str(tmp_path / "model")])
+    assert isinstance(done.exception, ConfigError)
+    assert "not allowed in an HTTP header" in str(done.exception)
+
+
 @pytest.mark.parametrize(
     ("model", "reason"), [("/nowhere/model", "there is no /nowhere/model"), ("", "path: must not be empty")]
 )
