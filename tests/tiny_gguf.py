@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -29,7 +30,7 @@ NAMES = {
 }
 
 
-def make_llama(*, tied: bool = True) -> LlamaForCausalLM:
+def make_llama(*, tied: bool = True, rope: dict[str, Any] | None = None) -> LlamaForCausalLM:
     """Return a random two-layer Llama with grouped heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -42,6 +43,7 @@ def make_llama(*, tied: bool = True) -> LlamaForCausalLM:
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         initializer_range=0.2,
+        rope_parameters=rope,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -50,11 +52,17 @@ def make_llama(*, tied: bool = True) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def write_gguf(path: Path, model: LlamaForCausalLM, *, without: Collection[str] = ()) -> None:
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    *,
+    without: Collection[str] = (),
+    change: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+) -> None:
     """Write a model as a GGUF file with Q8_0 matrices, and quantize the weights of the model itself the same
     way.
 
-    ``without`` names tensors to omit from the file.
+    ``without`` names tensors to omit from the file. ``change`` adds entries to it.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -92,6 +100,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, without: Collection[str] 
                 writer.add_tensor(stored, quantized, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         elif stored not in without:
             writer.add_tensor(stored, values)
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

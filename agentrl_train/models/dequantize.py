@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.models.gguf_rope import read_rope_scaling
 from agentrl_train.models.stored import auto_class, require_all_tensors
 from agentrl_train.storage.atomic_io import is_disk_full
 
@@ -97,6 +98,8 @@ def _load(file: Path) -> tuple[PreTrainedModel, Any]:
         output_loading_info=True,
     )
     require_all_tensors(lacking=loaded["missing_keys"], mismatched=loaded["mismatched_keys"])
+    if scaling := read_rope_scaling(file, model.config):
+        model.config.rope_parameters = {**model.config.rope_parameters, **scaling}
     model.config.__dict__.pop("quantization_config", None)  # the weights are no longer quantized
     return model, tokenizer
 

@@ -30,6 +30,8 @@ from agentrl_train.storage.atomic_io import is_disk_full, sync_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
+CONVERTED = "gguf-2"
+"""Prefix of the folders of this conversion. The folders of an earlier one lack the scaling of positions."""
 PART = re.compile(r"(?:.*[^a-z])?part[-_.]?(\d+)(?:\.(?:bin|gguf))?", re.IGNORECASE)
 """Name of a file with a numbered part of a GGUF file."""
 
@@ -62,7 +64,7 @@ def local_model(source: str | Path) -> str:
 
 def _converted(parts: Sequence[Part]) -> str:
     """Return the folder with the dequantized weights of a GGUF file."""
-    folder = model_folder(f"gguf-{digest(parts)[:16]}")
+    folder = model_folder(f"{CONVERTED}-{digest(parts)[:16]}")
     if not folder.is_dir():
         logger.warning("dequantizing %s into %s", parts[0].name, folder)
     return str(build_once(folder, partial(dequantize, parts)))

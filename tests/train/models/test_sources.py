@@ -1,11 +1,16 @@
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -81,6 +86,105 @@ def test_gguf_file_becomes_a_folder_with_equal_logits(tmp_path: Path) -> None:
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
     assert not list(Path(folder).glob("*.gguf"))
+
+
+def llama3_divisors(theta: float = 10000.0, size: int = 16) -> np.ndarray:
+    """Return the divisors that llama.cpp writes for the scaling of Llama 3.1."""
+    waves = [2 * math.pi * theta ** (i / size) for i in range(0, size, 2)]
+    smooth = [(8192 / wave - 1) / 3 for wave in waves]
+    exact = [1 / ((1 - s) / 8 + s) for s in smooth]
+    return np.array(
+        [1 if w < 2048 else 8 if w > 8192 else e for w, e in zip(waves, exact, strict=True)], np.float32
+    )
+
+
+def scaled(kind: str, factor: float, length: int | None = None) -> Callable[[gguf.GGUFWriter], None]:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(factor)
+        if length:
+            writer.add_rope_scaling_orig_ctx_len(length)
+
+    return change
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+SCALINGS: dict[str, tuple[dict[str, Any], Callable[[gguf.GGUFWriter], object]]] = {
+    "linear": ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}, scaled("linear", 8.0)),
+    "linear, in an old file": (
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        lambda writer: writer.add_float32("llama.rope.scale_linear", 8.0),
+    ),
+    "yarn": (YARN, scaled("yarn", 4.0, 128)),
+    "Llama 3": (LLAMA3, lambda writer: writer.add_tensor("rope_freqs.weight", llama3_divisors())),
+    "none": ({"rope_type": "default", "rope_theta": 10000.0}, scaled("none", 1.0)),
+    "divided by 1": (
+        {"rope_type": "default", "rope_theta": 10000.0},
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_gguf_file_keeps_the_scaling_of_its_positions(kind: str, tmp_path: Path) -> None:
+    rope, change = SCALINGS[kind]
+    original = make_llama(rope=rope)
+    write_gguf(tmp_path / "tiny.gguf", original, change=change)
+    model, _ = load_policy(str(tmp_path / "tiny.gguf"))
+    assert model.config.rope_parameters == rope
+    for parameter in original.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    ids = torch.arange(5, 255)[None]
+    assert torch.equal(model.eval()(ids).logits, original.eval()(ids).logits)
+
+
+UNREADABLE: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "longrope": (scaled("longrope", 4.0, 128), "type longrope"),
+    "yarn from an unknown length": (scaled("yarn", 4.0), "from an unknown length"),
+    "yarn with other bounds": (
+        lambda writer: (
+            scaled("yarn", 4.0, 128)(writer),
+            writer.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0),
+        ),
+        "yarn_beta_fast 16",
+    ),
+    "divisors of another scaling": (
+        lambda writer: writer.add_tensor("rope_freqs.weight", llama3_divisors() * 1.01),
+        r"\(rope_freqs\.weight\)",
+    ),
+    "divisors of long contexts": (
+        lambda writer: writer.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
+        r"\(rope_factors_long\.weight\)",
+    ),
+    "two scalings": (
+        lambda writer: (
+            scaled("linear", 8.0)(writer),
+            writer.add_tensor("rope_freqs.weight", llama3_divisors()),
+        ),
+        "twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_gguf_file_with_another_scaling_of_its_positions_is_refused(kind: str, tmp_path: Path) -> None:
+    change, named = UNREADABLE[kind]
+    write_gguf(tmp_path / "tiny.gguf", make_llama(), change=change)
+    with pytest.raises(ConfigError, match=rf"its rotary frequencies.*{named}.*: use the safetensors files"):
+        local_model(tmp_path / "tiny.gguf")
 
 
 def test_gguf_file_keeps_tokenizer_template_and_stop_tokens(gguf_file: Path) -> None:
