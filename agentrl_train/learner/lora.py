@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from agentrl_train.config import LoraSection
 from agentrl_train.learner.sharding import full
-from agentrl_train.models.adapters import CONFIG, PREFIX, TENSORS
+from agentrl_train.models.adapters import CONFIG, PREFIX, REVISION, TENSORS
 from agentrl_train.models.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def save_adapter(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.name_or_path,
+        "revision": getattr(model, REVISION, None),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

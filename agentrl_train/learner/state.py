@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from agentrl_train.config import LoraSection
 from agentrl_train.errors import CheckpointError
 from agentrl_train.learner.lora import save_adapter
-from agentrl_train.models.adapters import adapter_base, read_adapter
+from agentrl_train.models.adapters import has_adapter, read_adapter
 from agentrl_train.models.shards import open_shards, raise_together, write_shards
 from agentrl_train.models.stored import StoredModel, fill, safetensors_files, tensors_of
 from agentrl_train.storage.checkpoint import OPTIMIZER
@@ -134,7 +134,7 @@ def read_state(
 @torch.no_grad()
 def read_weights(folder: Path, model: PreTrainedModel) -> None:
     """Load the parameters of a model, or its adapters, from ``model/`` of a checkpoint."""
-    if adapter_base(folder / MODEL) is not None:
+    if has_adapter(folder / MODEL):
         fill(model, read_adapter(folder / MODEL))
         return
     kind = json.loads((folder / MODEL / "config.json").read_text())["model_type"]

@@ -26,7 +26,14 @@ from transformers.utils import CONFIG_NAME
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import EngineSection, ModelSection
 from agentrl_train.errors import ConfigError, TrainError
-from agentrl_train.models.adapters import adapter_base, merge_adapter
+from agentrl_train.models.adapters import (
+    REVISION,
+    adapter_base,
+    adapter_revision,
+    has_adapter,
+    merge_adapter,
+    require_whole_model,
+)
 from agentrl_train.models.sources import local_model
 from agentrl_train.models.stored import (
     StoredModel,
@@ -60,7 +67,7 @@ def load_policy(
     """Return the model and the tokenizer in ``path``, which is any source that ``local_model`` accepts.
 
     If the folder has a PEFT adapter, the adapter is merged into its base model. ``revision`` selects the
-    revision of a model on the hub.
+    revision of a model on the hub. The adapter's own revision of its base model takes precedence.
 
     Raises:
         ConfigError: the model does not exist, its files are not complete, or the device is not available.
@@ -69,8 +76,11 @@ def load_policy(
     with _as_config_errors(path):
         _check_source(path, device)
         base = adapter_base(Path(path))
+        if base is not None:
+            require_whole_model(base)
+            revision = adapter_revision(Path(path)) or revision
         _check_hub(base or path, revision)
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        tokenizer = _load_tokenizer(path, revision=revision)
         config = AutoConfig.from_pretrained(base or path, revision=revision)
         require_whole_weights(config)
         model: PreTrainedModel
@@ -82,6 +92,7 @@ def load_policy(
             output_loading_info=True,
         )
         require_all_tensors(lacking=found["missing_keys"], mismatched=found["mismatched_keys"])
+        setattr(model, REVISION, revision)
         if base is not None:
             merge_adapter(model, Path(path))
     model.to(device)  # type: ignore[arg-type]  # the library types this by its first parameter
@@ -120,9 +131,9 @@ def open_policy(
     with _as_config_errors(path):
         _check_source(path, "cpu")
         _check_hub(path, revision)
-        files = safetensors_files(path, revision=revision) if adapter_base(Path(path)) is None else []
+        files = safetensors_files(path, revision=revision) if not has_adapter(Path(path)) else []
         if files:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            tokenizer = _load_tokenizer(path, revision=revision)
             stored = StoredModel(path, files=files, dtype=DTYPES[dtype], revision=revision)
             return stored.model(), tokenizer, stored
     return *load_policy(path, dtype=dtype, revision=revision), None
@@ -144,13 +155,22 @@ def open_teacher(
     """
     model, tokenizer, stored = open_policy(path, dtype=dtype)
     with _as_config_errors(policy):
-        vocabulary = AutoTokenizer.from_pretrained(local_model(policy), revision=revision).get_vocab()
+        vocabulary = _load_tokenizer(local_model(policy), revision=revision).get_vocab()
     if tokenizer.get_vocab() != vocabulary:
         raise ConfigError(
             f"the teacher {path!r} has other tokens than the policy {policy!r}, so it cannot score "
             "them: choose a teacher with the same tokenizer"
         )
     return model, stored
+
+
+def _load_tokenizer(path: str, *, revision: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model. An adapter without a tokenizer has the tokenizer of its base."""
+    folder = Path(path)
+    if (base := adapter_base(folder)) is not None and not any(folder.glob("tokenizer*")):
+        path, revision = base, adapter_revision(folder) or revision
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=revision)
+    return tokenizer
 
 
 @contextmanager
@@ -252,7 +272,7 @@ def copy_of(model: PreTrainedModel, *, dtype: str = "float32", device: str | Non
 
 def _check_source(path: str, device: str) -> None:
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-    has_model = (Path(path) / "config.json").is_file() or adapter_base(Path(path)) is not None
+    has_model = (Path(path) / "config.json").is_file() or has_adapter(Path(path))
     if is_local and not has_model:
         inner = Path(path) / "model"
         hint = f"; {str(inner)!r} is one" if (inner / "config.json").is_file() else ""

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from agentrl_train.errors import ConfigError
-from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.adapters import require_whole_model
 from agentrl_train.models.sources import local_model
 from agentrl_train.models.stored import safetensors_files
 from agentrl_train.storage.atomic_io import run_folder_errors, sync_file, sync_folder
@@ -184,11 +184,7 @@ class _Model:
 
     def __init__(self, path: str | Path, stack: ExitStack) -> None:
         self.path = path = local_model(path)
-        if Path(path).is_dir() and adapter_base(Path(path)) is not None:
-            raise ConfigError(
-                f"{path} holds adapters, not a whole model: write a whole model first, with "
-                f"agentrl-train merge {path} --output FOLDER"
-            )
+        require_whole_model(path)
         try:
             self.files = [Path(file) for file in safetensors_files(path)]
             self.headers = {file: read_header(file) for file in self.files}

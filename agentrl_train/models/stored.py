@@ -29,6 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from agentrl_train.models.adapters import REVISION
 from agentrl_train.models.checkpoint_names import layer_of, persistent_buffers
 from agentrl_train.models.shards import part_of
 
@@ -122,6 +123,7 @@ class StoredModel:
             self._empty.generation_config = GenerationConfig.from_pretrained(
                 path, revision=revision or "main"
             )
+        setattr(self._empty, REVISION, revision)
         self._dtype = dtype
         self._conversions: list[Any] = get_model_conversion_mapping(self._empty)
         self._check()

@@ -28,7 +28,7 @@ from agentrl_train.config.rollout import Stale
 from agentrl_train.critics.trainer import critic_trainer
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.learner import Learner
-from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.adapters import check_lora, has_adapter
 from agentrl_train.models.architecture import Threads
 from agentrl_train.models.loading import chat_format, load_policy, open_policy
 from agentrl_train.models.stored import StoredModel
@@ -146,6 +146,7 @@ async def policy(
     ``inherited`` are the groups that were finished before a resume.
     """
     device = config.engine.device if ranks is None else None  # ranks read their own shards
+    check_lora(config.train.lora, path)
     serving, training = threads_of(config, launcher)
     loading = _loaded(
         config, path=path, device=device, launcher=launcher, served=served, threads=serving, trace=trace
@@ -207,7 +208,7 @@ async def served_policy(
     threads, _ = threads_of(config, launcher)
     loading = _loaded(config, path=path, device=None, launcher=launcher, served=served, threads=threads)
     async with loading as (model, _, ready):
-        if adapter_base(Path(path)) is not None:
+        if has_adapter(Path(path)):
             weights = dict(model.named_parameters())
             await asyncio.to_thread(ready.engine.publish, weights, policy_version=0, policies=config.policies)
         del model
@@ -567,6 +568,7 @@ def run_follower(config: RunConfig) -> None:
         RanksLost: rank 0 or another rank failed or exited.
     """
     die_with_parent()
+    check_lora(config.train.lora, config.model.path)
     torch.set_num_threads(config.run.threads or 1)
     with _process_group(config) as ranks:
         limit_memory(config.learner_memory_fraction)

@@ -22,7 +22,7 @@ from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
-from agentrl_train.models.adapters import adapter_base
+from agentrl_train.models.adapters import adapter_base, adapter_revision
 from agentrl_train.models.architecture import Threads
 from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.models.loading import copy_of, load_policy, with_dtype
@@ -103,7 +103,8 @@ def make_engine(
     processes = replace(processes, engine=engine)
     if engine.kind == "vllm" or launcher.separate_engines:
         options = _serving_options(processes, launcher=launcher, path=path, threads=process_threads)
-        options = replace(options, revision=section.revision, stop_token_ids=chat.stop_token_ids)
+        revision = adapter_revision(Path(path)) or section.revision
+        options = replace(options, revision=revision, stop_token_ids=chat.stop_token_ids)
         return _engine_pool(processes, options, model=model, launcher=launcher)
     device = launcher.devices.torch_engine_device or engine.device
     if any(value.is_meta for value in model.parameters()):

@@ -1,25 +1,33 @@
 """LoRA: training, checkpoints, and loading with PEFT."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from agentrl_train.__main__ import app
 from agentrl_train.batch import pack
 from agentrl_train.config import LoraSection, TrainSection
+from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss
 from agentrl_train.models.loading import load_policy
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
+from tests.tiny_models import make_model, make_tokenizer
 from tests.train.learner.test_learner import llama, made, on_policy, qwen, snapshot
 
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "mlp.down_proj"))
 TRAIN = TrainSection(learning_rate=1e-2, lora=LORA)
 IDS = torch.arange(1, 20)[None]
+# PEFT asks transformers
+old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 def trained(model: PreTrainedModel, lora: LoraSection = LORA, steps: int = 4) -> Learner:
@@ -120,7 +128,7 @@ def checkpoint(tmp_path: Path, model, tokenizer) -> tuple[Path, Learner]:
     return tmp_path / "run" / "checkpoints" / "step_000004", learner
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers
+@old_name
 def test_peft_loads_checkpoint(tmp_path: Path, checkpoint):
     folder, learner = checkpoint
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -170,3 +178,122 @@ def test_activation_checkpointing_gives_adapters_the_same_updates():
         learner = Learner(qwen(), TRAIN.model_copy(update={"activation_checkpointing": checkpointing}))
         norms.append([learner.step(pack(made(seed=seed)))["grad_norm"] for seed in range(3)])
     assert norms[1] == pytest.approx(norms[0])
+
+
+def write_peft_adapter(folder: Path, **options: Any) -> None:
+    """Write an adapter with random matrices and its base with PEFT."""
+    make_model().save_pretrained(folder / "base")
+    make_tokenizer().save_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    adapted = get_peft_model(base, LoraConfig(**options))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in adapted.parameters():
+            if value.requires_grad:
+                value.add_(0.3 * torch.randn_like(value))
+    adapted.save_pretrained(folder / "adapter")
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "all linear layers": {"target_modules": "all-linear"},
+    "rank-stabilized": {"use_rslora": True},
+    "other ranks": {"rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.v_proj": 3}},
+    "other scales": {"alpha_pattern": {"v_proj": 32, r"layers\.1\..*": 1}},
+    "both, rank-stabilized": {
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"v_proj": 32},
+        "use_rslora": True,
+    },
+}
+
+
+@old_name
+@pytest.mark.parametrize("kind", PLAIN)
+def test_adapter_of_peft_is_merged_as_by_peft(kind: str, tmp_path: Path):
+    write_peft_adapter(tmp_path, **PLAIN[kind])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
+    policy, _ = load_policy(str(tmp_path / "adapter"))
+    assert torch.allclose(logits(policy), logits(merged), atol=1e-4)
+
+
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora = True"),
+    "whole modules": ({"modules_to_save": ["norm"]}, "modules_to_save = .'norm'."),
+    "biases": ({"bias": "lora_only"}, "bias = 'lora_only'"),
+    "biases of the adapter": ({"lora_bias": True}, "lora_bias = True"),
+    "embeddings": ({"target_modules": ["q_proj", "embed_tokens"]}, r"the tensor model\.embed_tokens"),
+    "the tied head": ({"target_modules": ["q_proj", "lm_head"]}, r"the tensor lm_head\.base_layer"),
+    "tokens": ({"trainable_token_indices": [5, 6]}, r"trainable_token_indices = \[5, 6\]"),
+    "residual weights": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    "repeated layers": ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication = "),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHER)
+def test_adapter_that_changes_more_than_linear_layers_is_refused(kind: str, tmp_path: Path):
+    options, named = OTHER[kind]
+    write_peft_adapter(tmp_path, **options)
+    with pytest.raises(ConfigError, match=rf"{named}.*merge it into its base with PEFT first"):
+        load_policy(str(tmp_path / "adapter"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> None:
+    """Change the tensors and the configuration of an adapter."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(values | config))
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+NORM, HEAD = "base_model.model.model.norm", "base_model.model.lm_head"
+BROKEN: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], dict[str, Any], str]] = {
+    "transposed weights": (lambda tensors: None, {"fan_in_fan_out": True}, "fan_in_fan_out = True"),
+    "another method": (lambda tensors: None, {"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+    "an unknown setting": (lambda tensors: None, {"use_new_kind": True}, "use_new_kind = True"),
+    "an unknown tensor": (
+        lambda tensors: tensors.update({f"{FIRST}.lora_magnitude_vector": torch.ones(32)}),
+        {},
+        r"has the tensor model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector",
+    ),
+    "half of a pair": (
+        lambda tensors: tensors.pop(f"{FIRST}.lora_B.weight"),
+        {},
+        r"lacks the tensor model\.layers\.0\.self_attn\.q_proj\.lora_B",
+    ),
+    "no tensors": (dict.clear, {}, "has no tensors"),
+    "a layer that is not linear": (
+        lambda tensors: tensors.update(
+            {f"{NORM}.lora_A.weight": torch.ones(1, 32), f"{NORM}.lora_B.weight": torch.ones(1, 1)}
+        ),
+        {},
+        r"changes model\.norm, which is not a linear layer",
+    ),
+    "the tied head": (
+        lambda tensors: tensors.update(
+            {f"{HEAD}.lora_A.weight": torch.ones(1, 32), f"{HEAD}.lora_B.weight": torch.ones(261, 1)}
+        ),
+        {},
+        r"changes lm_head, but its base model ties model\.embed_tokens\.weight and lm_head\.weight",
+    ),
+    "another shape": (
+        lambda tensors: tensors.update({f"{FIRST}.lora_B.weight": torch.ones(1, 4)}),
+        {},
+        r"by a matrix of the shape \(1, 32\), and its base model has the shape \(32, 32\)",
+    ),
+}
+
+
+@old_name
+@pytest.mark.parametrize("fault", BROKEN)
+def test_adapter_that_cannot_be_merged_exactly_is_refused_with_its_fault(fault: str, tmp_path: Path):
+    change, config, named = BROKEN[fault]
+    write_peft_adapter(tmp_path)
+    rewrite(tmp_path / "adapter", change, **config)
+    with pytest.raises(ConfigError, match=named):
+        load_policy(str(tmp_path / "adapter"))

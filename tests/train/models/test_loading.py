@@ -2,6 +2,7 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner.lora import add_adapters, is_adapter, save_adapter
 from agentrl_train.models import loading, stored
 from agentrl_train.models.architecture import Threads
-from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy
+from agentrl_train.models.loading import chat_format, copy_of, load_policy, open_policy, open_teacher
+from agentrl_train.models.merging import merge_models
 from agentrl_train.placement.environments import Served
 from agentrl_train.placement.launcher import Local
 from agentrl_train.training import compose, engines
-from agentrl_train.training.compose import open_launcher, processes, served_policy
+from agentrl_train.training.compose import open_launcher, policy, processes, run_follower, served_policy
 from agentrl_train.types import UNTRACED, SamplingParams
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -198,26 +200,53 @@ def test_missing_device_is_reported(tmp_path: Path) -> None:
         load_policy(str(tmp_path), device="gpu")
 
 
-def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
-    """The cache folder has two revisions in the layout of the hub's library."""
-    repository = tmp_path / "hub" / "models--org--name"
+def printed_from_hub(code: str, folder: Path) -> list[float]:
+    """Run code offline, with two revisions in the cache of the hub's library, and return its numbers."""
+    repository = folder / "hub" / "models--org--name"
     for revision, seed in (("main", 0), ("older", 1)):
         snapshot = repository / "snapshots" / f"{seed:040x}"
         make_model(seed=seed).save_pretrained(snapshot)
         make_tokenizer().save_pretrained(snapshot)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(f"{seed:040x}")
+    offline = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [float(line) for line in done.stdout.split()]
+
+
+def test_revision_of_a_model_on_the_hub_is_loaded(tmp_path: Path) -> None:
     code = (
         "from agentrl_train.models.loading import load_policy\n"
         "for revision in (None, 'older'):\n"
         "    model, _ = load_policy('org/name', revision=revision)\n"
         "    print(model.get_input_embeddings().weight.sum().item())\n"
     )
-    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     sums = [make_model(seed=seed).get_input_embeddings().weight.sum().item() for seed in (0, 1)]
-    assert [float(line) for line in done.stdout.split()] == pytest.approx(sums, rel=1e-5)
+    assert printed_from_hub(code, tmp_path) == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.parametrize("load", ["load_policy", "open_policy"])
+def test_adapter_is_merged_into_the_revision_that_it_was_trained_on(load: str, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from agentrl_train.config import LoraSection, TrainSection\n"
+        "from agentrl_train.learner import Learner\n"
+        "from agentrl_train.models.loading import load_policy, open_policy\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        f"model, tokenizer, *stored = {load}('org/name', revision='older')\n"
+        "if model.device.type == 'meta':\n"
+        "    model.to_empty(device='cpu')\n"
+        "learner = Learner(model, TrainSection(lora=LoraSection(rank=2, alpha=4.0)))\n"
+        "learner.snapshot().write(folder)\n"
+        "tokenizer.save_pretrained(folder / 'model')\n"
+        "merged, _ = load_policy(str(folder / 'model'))\n"
+        "print(merged.get_input_embeddings().weight.sum().item())\n"
+    )
+    expected = make_model(seed=1).get_input_embeddings().weight.sum().item()
+    assert printed_from_hub(code, tmp_path) == pytest.approx([expected], rel=1e-5)
+    config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", "older")
 
 
 async def test_hub_that_does_not_answer_gets_one_request(tmp_path: Path) -> None:
@@ -281,6 +310,53 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.parametrize("base", [None, "", 7])
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+def test_adapter_without_a_base_is_refused(load: Callable[..., object], base: Any, adapter: Path) -> None:
+    configured("adapter_config.json", adapter, base_model_name_or_path=base)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json names no base model: set base_model"):
+        load(str(adapter))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_merge_reports_an_adapter_with_a_broken_configuration(text: str, adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"adapter.* (cannot be loaded: |is not a JSON object)"):
+        merge_models([adapter, adapter], base=None, method="average", output=adapter / "out")
+
+
+def test_adapter_without_a_tokenizer_has_the_tokenizer_of_its_base(adapter: Path) -> None:
+    for file in [*adapter.glob("*token*"), *adapter.glob("*.jinja")]:
+        file.unlink()
+    assert {file.suffix for file in adapter.iterdir()} == {".json", ".safetensors"}
+    for tokenizer in (load_policy(str(adapter))[1], open_policy(str(adapter))[1]):
+        assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
+    teacher, _ = open_teacher(str(adapter.parent / "base"), policy=str(adapter))
+    assert teacher.config.model_type == "qwen3"
+
+
+def test_adapter_on_an_adapter_is_refused(adapter: Path) -> None:
+    second = adapter.parent / "second"
+    shutil.copytree(adapter, second)
+    configured("adapter_config.json", second, base_model_name_or_path=str(adapter))
+    with pytest.raises(ConfigError, match=r"adapter holds adapters, .* with agentrl-train merge .*adapter"):
+        load_policy(str(second))
+
+
+async def test_run_refuses_to_train_adapters_on_top_of_adapters(adapter: Path) -> None:
+    lora = ["train.lora.rank=2", "train.lora.alpha=4"]
+    config = load_config(CONFIG, [f"model.path={adapter}", "run.threads=1", *lora])
+    tasks = Served(clients={}, sources=(), harder={}, held_out={})
+    refused = pytest.raises(ConfigError, match=r"holds adapters, .*: write a whole model first, with agentrl")
+    with open_launcher(config) as launcher, refused:
+        async with policy(config, path=str(adapter), launcher=launcher, served=tasks):
+            pass
+    with refused:
+        run_follower(config)
+    async with served_policy(config, path=str(adapter), launcher=launcher, served=tasks) as ready:
+        assert ready.tokenizer.chat_template  # such a run can still be evaluated
+
+
 async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +377,7 @@ async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
 
 
 def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configured("adapter_config.json", adapter, revision="older")
     started = []
     monkeypatch.setattr(engines, "require_vllm", lambda python: None)
     monkeypatch.setattr(engines, "EnginePool", lambda options, **others: started.append(options))
@@ -318,4 +395,4 @@ def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: 
             trace=UNTRACED,
             launcher=launcher,
         )
-    assert started[0].model == str(adapter.parent / "base")
+    assert (started[0].model, started[0].revision) == (str(adapter.parent / "base"), "older")
