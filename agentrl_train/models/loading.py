@@ -204,7 +204,7 @@ def chat_format(
             not fit the model.
     """
     if settings.chat_template is not None:
-        tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = _read_template(Path(settings.chat_template))
     _check_embeddings(model, tokenizer)
     stored = tokenizer.init_kwargs.get(STORED_SETTINGS) or {}
     kept = {name: value for name, value in stored.items() if name in CHAT_SETTINGS}
@@ -212,6 +212,13 @@ def chat_format(
     if kept:
         tokenizer.init_kwargs[STORED_SETTINGS] = kept
     return ChatFormat(tokenizer, eos_token_ids=_eos_token_ids(model), **kept)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file {path} of model.chat_template cannot be read: {error}") from error
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

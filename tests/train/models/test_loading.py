@@ -357,6 +357,14 @@ async def test_run_refuses_to_train_adapters_on_top_of_adapters(adapter: Path) -
         assert ready.tokenizer.chat_template  # such a run can still be evaluated
 
 
+def test_chat_template_in_another_encoding_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_bytes(b"\xff{{ messages }}")
+    settings = ModelSection(path="policy", chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"template\.jinja of model\.chat_template cannot be read: 'utf-8'"):
+        chat_format(settings, model=make_model(), tokenizer=make_tokenizer())
+
+
 async def test_engine_in_another_process_evaluates_adapter_without_a_learner(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
