@@ -39,6 +39,8 @@ from agentrl_train.models.stored import (
     StoredModel,
     auto_class,
     require_all_tensors,
+    require_no_surplus,
+    require_ties,
     require_whole_weights,
     safetensors_files,
 )
@@ -92,6 +94,8 @@ def load_policy(
             output_loading_info=True,
         )
         require_all_tensors(lacking=found["missing_keys"], mismatched=found["mismatched_keys"])
+        require_no_surplus(model, found["unexpected_keys"])
+        require_ties(model)
         setattr(model, REVISION, revision)
         if base is not None:
             merge_adapter(model, Path(path))

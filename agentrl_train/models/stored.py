@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,9 @@ from agentrl_train.models.shards import part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_UNREAD = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$")
+"""Buffers in old files, which models now compute."""
 
 
 def auto_class(config: Any) -> Any:
@@ -81,6 +85,63 @@ def require_all_tensors(*, lacking: Collection[str], mismatched: Collection[Any]
             f"its files have {name} in the shape {tuple(stored)}, its config.json {tuple(expected)}: correct "
             "its config.json"
         )
+
+
+def require_no_surplus(model: PreTrainedModel, surplus: Iterable[str]) -> None:
+    """Check that the files of a model have no tensors that its modules do not read.
+
+    The files can have tensors that transformers ignores for the architecture, buffers, layers for multi-token
+    prediction, and modules that the model does not have, such as a value head.
+
+    Args:
+        model: the model, with or without weights.
+        surplus: names in its files that it has not read.
+
+    Raises:
+        ValueError: a tensor belongs to a module of the model, or to a layer beyond the last.
+    """
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *_UNREAD]))
+    modules = {name for name, _ in model.named_modules() if name}
+    prefix = f"{model.base_model_prefix}."
+    predicted = _predicted_layers(model.config.get_text_config())
+
+    def belongs(name: str) -> bool:
+        """Return True if the model has the module of a tensor, or the list of its layer."""
+        owner = name.rpartition(".")[0]
+        layers, _, number = layer_of(name)[:-1].rpartition(".")
+        owners = {owner} if number in predicted else {owner, layers}
+        return any(one in modules or prefix + one in modules for one in owners)
+
+    if found := [name for name in surplus if not ignored.search(name) and belongs(name)]:
+        raise ValueError(
+            f"its files have {len(found)} tensors that its architecture does not use, {min(found)} first: "
+            "correct the architecture in its config.json"
+        )
+
+
+def _predicted_layers(config: Any) -> set[str]:
+    """Return the numbers of the layers for multi-token prediction, which follow the last layer."""
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return {str(number) for number in range(first, first + count)}
+
+
+def require_ties(model: PreTrainedModel) -> None:
+    """Check that a loaded model has tied the tensors that its configuration ties.
+
+    Raises:
+        ValueError: it has not, because its files have different tensors.
+    """
+    tensors = tensors_of(model)
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if tensors[name] is not tensors[other]:
+            raise _different_tensors(name, other)
+
+
+def _different_tensors(name: str, other: str) -> ValueError:
+    return ValueError(
+        f"its files have different tensors {name} and {other}, which its configuration ties: set "
+        "tie_word_embeddings to false in its config.json"
+    )
 
 
 def safetensors_files(path: str | Path, *, revision: str | None = None) -> list[str]:
@@ -171,10 +232,7 @@ class StoredModel:
     def _check_tied(self, read: Mapping[str, Tensor]) -> None:
         for name, other in self._empty.all_tied_weights_keys.items():
             if name in read and other in read and not torch.equal(read[name], read[other]):
-                raise ValueError(
-                    f"its files have different tensors {name} and {other}, which its configuration ties: set "
-                    "tie_word_embeddings to false in its config.json"
-                )
+                raise _different_tensors(name, other)
 
     def _check(self) -> None:
         """Convert only the shapes, to find missing tensors and the names in a checkpoint."""
@@ -193,6 +251,7 @@ class StoredModel:
             lacking=[min(tied) for tied in names.values() if tied <= found.missing_keys],
             mismatched=found.mismatched_keys,
         )
+        require_no_surplus(self._empty, found.unexpected_keys)
         if found.conversion_errors:
             raise ValueError(f"its files do not fit its architecture: {next(iter(found.conversion_errors))}")
         dtypes = {name: value.dtype for name, value in tensors_of(tried).items()}

@@ -135,6 +135,73 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def added(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+SURPLUS: dict[str, tuple[str, ...]] = {
+    "biases": ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.self_attn.v_proj.bias"),
+    "biases, named without the prefix": ("layers.0.self_attn.q_proj.bias",),
+    "a norm": ("model.layers.1.self_attn.sub_norm.weight",),
+    "a layer": ("model.layers.2.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"),
+    "the bias of the head": ("lm_head.bias",),
+}
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+@pytest.mark.parametrize("kind", SURPLUS)
+def test_tensors_that_the_architecture_does_not_use_are_refused(
+    kind: str, load: Callable[..., object], tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    names = SURPLUS[kind]
+    added(tmp_path, {name: torch.ones(2) for name in names})
+    with pytest.raises(
+        ConfigError, match=rf"{len(names)} tensors .* does not use, {names[0]} first: correct"
+    ):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_policy, open_policy])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "layers.1.self_attn.masked_bias",
+        "model.position_ids",
+        "mtp.layers.0.mlp.up_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "v_head.summary.weight",
+    ],
+)
+def test_tensors_that_do_not_belong_to_the_language_model_are_ignored(
+    name: str, load: Callable[..., object], tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    configured("config.json", tmp_path, num_nextn_predict_layers=1)
+    added(tmp_path, {name: torch.ones(2)})
+    assert load(str(tmp_path))
+
+
+def test_another_head_in_the_files_of_a_tied_model_is_refused(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    embedding = make_model().get_input_embeddings().weight.detach()
+    added(tmp_path, {"lm_head.weight": embedding.clone()})
+    load_policy(str(tmp_path))
+    added(tmp_path, {"lm_head.weight": embedding + 1})
+    with pytest.raises(
+        ConfigError, match=r"different tensors lm_head\.weight and model\.embed_tokens\.weight"
+    ):
+        load_policy(str(tmp_path))
+    configured("config.json", tmp_path, tie_word_embeddings=False)
+    model, _ = load_policy(str(tmp_path))
+    assert torch.equal(model.get_output_embeddings().weight, embedding + 1)
+
+
 @pytest.mark.parametrize("load", [load_policy, open_policy])
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_model_folder_is_refused_with_its_fault(
