@@ -4,7 +4,7 @@ TrainError
 ├── ConfigError               the configuration is invalid
 ├── EngineError               the engine cannot produce a completion
 │   ├── EngineOutOfMemory     not even one sequence fits
-│   └── EngineBroken          the engine fails again after every rebuild
+│   └── EngineBroken          the engine fails in a way that no rebuild repairs
 ├── EnvironmentUnavailable    the environment server does not answer
 ├── RewardUnavailable         a reward function gives no score
 ├── ProgramFailed             an agent program ended without a result
@@ -40,6 +40,15 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return named or "can't allocate memory" in str(error)
 
 
+def not_numbers(part: str, version: int) -> str:
+    """Return the message for a part of the trainer that computes log-probabilities that are not numbers."""
+    return (
+        f"the {part}'s own log-probabilities at version {version} are not numbers, so the weights contain "
+        "NaN or infinite values, or overflow: check the files of model.path, or use float32 (model.dtype, "
+        "engine.dtype, train.precision)"
+    )
+
+
 class TrainError(Exception):
     """Base class of all errors that the trainer raises deliberately."""
 
@@ -61,7 +70,7 @@ class EngineOutOfMemory(EngineError):
 
 
 class EngineBroken(EngineError):
-    """The engine fails again after every rebuild."""
+    """The engine fails again after every rebuild, or its weights are not numbers."""
 
 
 class EnvironmentUnavailable(TrainError):

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from agentrl_train.errors import ConfigError, WeightMismatch
+from agentrl_train.errors import ConfigError, WeightMismatch, not_numbers
 from agentrl_train.types import Completion, SamplingParams, TokenSequence, WeightSync
 
 CANARY_TOKENS = 8
@@ -285,11 +285,7 @@ def drift(
     for ours, one in zip(trainer, sequences, strict=True):
         compared = (one.versions == version) & (one.loss_mask > 0)
         if not np.isfinite(ours[compared]).all():
-            raise WeightMismatch(
-                f"the trainer's own log-probabilities at version {version} are not numbers, so the weights "
-                "contain NaN or infinite values, or overflow: check the files of model.path, or use float32 "
-                "(model.dtype, train.precision)"
-            )
+            raise WeightMismatch(not_numbers("trainer", version))
         excess = (ours - one.logprobs)[compared]
         differences.append(np.maximum(excess, 0.0) if truncated else np.abs(excess))
     values = np.concatenate(differences)

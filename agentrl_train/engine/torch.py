@@ -321,6 +321,8 @@ class TorchEngine:
         try:
             replica.step()
         except Exception as error:
+        except EngineBroken:
+            raise
             slots = replica.num_slots
             if ran_out_of_memory(error):
                 if slots == 1:

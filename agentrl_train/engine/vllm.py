@@ -30,6 +30,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from agentrl_train.engine.constraint import Grammars, Matcher
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
+from agentrl_train.engine.sampling import require_numbers
 from agentrl_train.engine.transfer import Held, lost_push, mismatch
 from agentrl_train.errors import ConstraintError
 from agentrl_train.types import SamplingParams as Requested
@@ -182,6 +183,7 @@ class Server:
             final = output
         assert final is not None
         answer = completion(final.outputs[0])
+        require_numbers(answer["logprobs"], version=self._version)
         if matcher is not None:
             answer["allowed"] = matcher.sets_of(answer["token_ids"]).plain()
         return answer

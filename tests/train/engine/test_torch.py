@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentrl_train.engine import scheduler
-from agentrl_train.engine.scheduler import SINGLE_BLOCK, Scheduler, draw, sample
+from agentrl_train.engine import sampling
+from agentrl_train.engine.sampling import SINGLE_BLOCK, Truncation, draw, sample
+from agentrl_train.engine.scheduler import Scheduler
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.engine.truncation import Truncation
-from agentrl_train.errors import EngineError
+from agentrl_train.errors import EngineBroken, EngineError
 from agentrl_train.types import Completion, SamplingParams
 from agentrl_train.weights import FOREIGN, Publisher, StaleWeights
 from tests.tiny_models import make_model
@@ -28,9 +28,10 @@ def reference_logprobs(
     return logits.log_softmax(-1).gather(-1, ids[0, len(context) :, None])[:, 0]
 
 
-def make_engine(**options: object) -> TorchEngine:
+def make_engine(models: dict[str, PreTrainedModel] | None = None, **options: object) -> TorchEngine:
     settings = {"stop_token_ids": [2], "max_sequences": 4, "max_context": 128, "deadline_s": 60.0}
-    return TorchEngine({"current": make_model(), "stale": make_model()}, **{**settings, **options})
+    models = models or {"current": make_model(), "stale": make_model()}
+    return TorchEngine(models, **{**settings, **options})
 
 
 @pytest.fixture
@@ -289,6 +290,32 @@ async def test_missing_parameter_breaks_engine_with_error() -> None:
         await engine.generate(prompt(1), sampling=SamplingParams(max_new_tokens=2), session_key="a")
 
 
+async def test_weights_that_are_not_numbers_fail_the_engine_without_a_retry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model()
+    next(model.parameters()).data[7, 3] = torch.nan
+    engine = make_engine(models={"current": model})
+    for temperature in (1.0, 0.0):
+        params = SamplingParams(max_new_tokens=4, temperature=temperature)
+        with pytest.raises(EngineBroken, match="the weights contain NaN or infinite values, or overflow"):
+            await engine.generate([5, 6, 7], sampling=params, session_key="a")
+    await engine.close()
+    assert "restarted" not in caplog.text
+
+
+async def test_published_weights_that_are_not_numbers_fail_running_completions() -> None:
+    engine = make_engine(max_context=1024)
+    long = SamplingParams(max_new_tokens=900)
+    running = asyncio.create_task(engine.generate(prompt(1), sampling=long, session_key="a"))
+    await sampled(engine, 1)
+    state = {name: value * torch.nan for name, value in make_model().named_parameters()}
+    engine.publish(state, policy_version=3)
+    with pytest.raises(EngineError, match="log-probabilities at version 3 are not numbers"):
+        await running
+    await engine.close()
+
+
 async def test_other_architecture_is_supported() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -341,7 +368,7 @@ def test_rows_are_sampled_alike_in_any_number_at_a_time(monkeypatch: pytest.Monk
     }
     logits = torch.randn(len(requested), 40, generator=generator)
     together = sample(logits, **arguments)
-    monkeypatch.setattr(scheduler, "CACHED_LOGITS", 80)
+    monkeypatch.setattr(sampling, "CACHED_LOGITS", 80)
     apart = sample(logits, **arguments)
     assert torch.equal(together[0], apart[0])
     assert torch.equal(together[1], apart[1])
