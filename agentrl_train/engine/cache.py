@@ -172,13 +172,15 @@ class SlotCache(Cache):
         )
         self.groups = one.groups
         self._reserve(max(max(one.positions) + 1, *(group.length for group in one.groups)))
+        # Padding is stored beyond the last position that a model has: embeddings of positions end there.
+        shown = self.positions.clamp(max=self.max_context - 1)
         for group in one.groups:
             group.prepare(device, allocated=self._columns if self._by_column else 0)
         token = _pass.set(self)
         try:
             yield {
                 "input_ids": tokens[None],
-                "position_ids": self.positions[None],
+                "position_ids": shown[None],
                 self._argument: self,
                 "use_cache": True,
             }

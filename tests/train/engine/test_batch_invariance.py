@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler
 from agentrl_train.engine.torch import TorchEngine, independent_rows
@@ -100,6 +101,27 @@ async def test_single_row_passes_are_deterministic(monkeypatch: pytest.MonkeyPat
     first, second = await play(engine, range(6), None), await play(engine, range(6), 3)
     await engine.close()
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode"])
+async def test_learned_positions_can_be_used_up_to_the_last(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    engine = TorchEngine(
+        {"current": copy_of(model)},
+        stop_token_ids=(),
+        max_sequences=2,
+        max_context=32,
+        deterministic=True,
+    )
+    params = SamplingParams(max_new_tokens=29)
+    completion = await engine.generate([5, 6, 7], sampling=params, session_key="a")
+    await engine.close()
+    ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
+    with torch.no_grad():
+        expected = model(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_failed_scheduler_is_rebuilt_and_every_request_answered(
