@@ -73,6 +73,16 @@ MAMBA = {
     "layer_types": ["mamba", "attention"],
 }
 
+LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 32,
+    },
+}
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -38,6 +38,7 @@ from agentrl_train.models.architecture import (
     packing_pays,
     release_idle_threads,
     repack_weights,
+    require_context,
 )
 from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
 
@@ -320,9 +321,9 @@ class TorchEngine:
         """Run one step; after an error, rebuild the scheduler and restart its requests."""
         try:
             replica.step()
-        except Exception as error:
         except EngineBroken:
             raise
+        except Exception as error:
             slots = replica.num_slots
             if ran_out_of_memory(error):
                 if slots == 1:
@@ -431,18 +432,16 @@ def _move(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _require_supported(model: PreTrainedModel, max_context: int) -> None:
-    config = model.config.get_text_config()
     if not has_masks(model):
         kinds = ", ".join(sorted(layer_kinds(model)))
         raise EngineError(
             f"engine.kind = 'torch' does not support models with layers of type {kinds}: "
             "set engine.kind = 'vllm'"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_context > longest:
-        raise EngineError(
-            f"the model supports at most {longest} tokens, but engine.max_context is {max_context}: lower it"
-        )
+    try:
+        require_context(model.config, max_context)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
 
 
 @torch.inference_mode()

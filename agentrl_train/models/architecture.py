@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,39 @@ if TYPE_CHECKING:
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LARGE_LOGIT = 100.0
 """Size of the logits in ``check_head``. Capping changes only large logits."""
+
+
+def context_limit(config: PreTrainedConfig) -> int | None:
+    """Return the number of tokens that a model supports in a context, or None if it has no limit.
+
+    LongRoPE has other frequencies beyond its original context. transformers selects them by the longest
+    sequence of a pass, for all of its sequences, which therefore depend on one another beyond that context.
+    """
+    config = config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), _longrope_context(config))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def require_context(config: PreTrainedConfig, max_context: int) -> None:
+    """Raise ``ValueError`` if a model supports fewer tokens than ``engine.max_context``."""
+    limit = context_limit(config)
+    if limit is None or max_context <= limit:
+        return
+    reason = ""
+    if limit == _longrope_context(config.get_text_config()):
+        reason = " (with more, LongRoPE changes the results of all sequences of a batch)"
+    raise ValueError(
+        f"the model supports at most {limit} tokens{reason}, but engine.max_context is {max_context}: "
+        "lower it"
+    )
+
+
+def _longrope_context(config: PreTrainedConfig) -> int | None:
+    """Return the original context of LongRoPE, or None for other embeddings of positions."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(one for one in parameters.values() if isinstance(one, Mapping))]
+    longrope = (one for one in each if one.get("rope_type") == "longrope")
+    return min((int(one["original_max_position_embeddings"]) for one in longrope), default=None)
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:

@@ -171,7 +171,7 @@ async def policy(
         limit_memory(config.learner_memory_fraction)
         own = {"stored": stored, "threads": training, "trace": trace}
         options = learner_options(config, model=model) | own
-        with make_learner(model, ranks=ranks, device=config.engine.device, **options) as learner:
+        with make_learner(model, ranks=ranks, engine=config.engine, **options) as learner:
             accepted = tolerance(config.engine, config.model, learner.settings, model=model)
             publisher = make_publisher(
                 ready.engine,

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.algorithm import objective_function
-from agentrl_train.config import AlgorithmSection, ModelSection, TrainSection
+from agentrl_train.config import AlgorithmSection, EngineSection, ModelSection, TrainSection
 from agentrl_train.config.credit import Archer, CriticCredit, GaeCredit
 from agentrl_train.config.sections import Decay
 from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner, Place
 from agentrl_train.loss import Loss, value_loss
-from agentrl_train.models.architecture import Threads
+from agentrl_train.models.architecture import Threads, require_context
 from agentrl_train.models.loading import copy_of, load_policy, open_teacher
 from agentrl_train.placement.ranks import LeadLearner, Ranks
 
@@ -27,16 +27,20 @@ CRITIC_GRAD_NORM = 1.0
 
 @contextmanager
 def make_learner(
-    model: PreTrainedModel, *, ranks: Ranks | None, device: str, **options: Any
+    model: PreTrainedModel, *, ranks: Ranks | None, engine: EngineSection, **options: Any
 ) -> Iterator[Learner]:
     """Yield the learner of a run with these ``options``; the other ranks stop on exit.
+
+    Without ranks, it is on the device of the engine.
 
     Raises:
         ConfigError: the model does not support the configuration.
     """
+    with as_config_errors():
+        require_context(model.config, engine.max_context)
     if ranks is None:
         with as_config_errors():
-            place = Place(device=torch.device(device))
+            place = Place(device=torch.device(engine.device))
             learner = Learner(model, place=place, **options)
         yield learner
     else:

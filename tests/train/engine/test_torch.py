@@ -16,6 +16,7 @@ from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineBroken, EngineError
 from agentrl_train.types import Completion, SamplingParams
 from agentrl_train.weights import FOREIGN, Publisher, StaleWeights
+from tests.architectures import LONGROPE, tiny
 from tests.tiny_models import make_model
 
 
@@ -338,6 +339,12 @@ async def test_other_architecture_is_supported() -> None:
 def test_context_longer_than_model_supports_is_rejected() -> None:
     with pytest.raises(EngineError, match="at most 1024"):
         make_engine(max_context=4096)
+
+
+def test_longrope_is_limited_to_its_original_context() -> None:
+    model = tiny("Phi-3 long", max_position_embeddings=128, **LONGROPE)
+    with pytest.raises(EngineError, match=r"at most 32 tokens \(with more, LongRoPE .* is 33: lower it"):
+        make_engine({"current": model}, max_context=33)
 
 
 @settings(max_examples=30)

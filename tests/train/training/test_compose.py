@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_train.config import RunConfig, load_config
+from agentrl_train.config import EngineSection, RunConfig, TrainSection, load_config
 from agentrl_train.critics.networks import Critic, PrivilegedCritic, TwinCritic, ValueCritic
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
@@ -17,7 +17,8 @@ from agentrl_train.loss import policy_loss
 from agentrl_train.models.loading import load_policy, open_policy
 from agentrl_train.training.compose import learner_options, processes
 from agentrl_train.training.engines import require_vllm
-from agentrl_train.training.learners import make_critic
+from agentrl_train.training.learners import make_critic, make_learner
+from tests.architectures import LONGROPE, tiny
 from tests.tiny_models import make_model, make_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "examples/quickstart/train.toml"
@@ -84,6 +85,15 @@ def test_stale_policy_has_engines_for_its_share_of_the_turns(
 )
 def test_settings_reach_the_learner(key: str, value: object, read: Callable[[Any], object]) -> None:
     assert read(learner_options(load_config(CONFIG, [f"{key}={value}"]), model=make_model())) == value
+
+
+def test_learner_of_a_model_with_shorter_contexts_is_refused() -> None:
+    model, engine = tiny("Phi-3 long", **LONGROPE), EngineSection(max_context=64, max_new_tokens=16)
+    making = make_learner(model, ranks=None, engine=engine, train=TrainSection())
+    with pytest.raises(ConfigError, match=r"at most 32 tokens .* engine.max_context is 64: lower it"), making:
+        pass
+    with make_learner(model, ranks=None, engine=engine.model_copy(update={"max_context": 32})):
+        pass
 
 
 def test_every_option_of_learner_and_loss_has_a_setting() -> None:
