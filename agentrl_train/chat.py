@@ -409,7 +409,10 @@ class ChatFormat:
         if (end := self._stop_in(last)) is not None:
             other = self._control.match(middle, end.start())
             if other and last[: end.start()] == middle[: end.start()] and other[0] not in self._stops:
-                self._instead[self._id_of(other[0])] = self._stops[end[0]]
+                if first := self._control.search(last[: end.start()]):  # eos ends the document (Phi-3.5)
+                    self._stops[first[0]] = self._id_of(first[0])
+                else:
+                    self._instead[self._id_of(other[0])] = self._stops[end[0]]
         elif self._stop_in(middle) is None and (token := self._control.search(last)):
             self._stops[token[0]] = self._id_of(token[0])  # a base model's eos token ends documents
         call_end = "" if self._in_prompt else self._end_of_calls()

@@ -119,6 +119,21 @@ def said(family: Family, calls: Sequence[Call], *, thought: str = "", content: s
     return ("" if family.opened else opening) + thought + closing + text
 
 
+@pytest.mark.parametrize("name", ["Phi-3.5", "Phi-4-mini"])
+def test_end_of_a_turn_before_the_end_of_the_document_is_a_stop_token(name: str) -> None:
+    family = FAMILIES[name]
+    known, unknown = (make_chat(replace(family, eos_ids=ids), **PROMPT) for ids in (family.eos_ids, ()))
+    turn, answer = Message.assistant("one"), Message(role="user", content="two")
+    texts = []
+    for chat in (known, unknown):
+        ids = chat.completion(turn)
+        assert ids[-1] in chat.stop_token_ids
+        texts.append(chat.text([*ids, *chat.reply([answer], after=turn, stop=ids[-1])]))
+    assert texts[0] == texts[1]
+    assert texts[1].startswith("one<|end|>")
+    assert "<|user|>" in texts[1]
+
+
 class Player:
     """Plays the ledger in a family's syntax, using only the tokens of the context.
 
