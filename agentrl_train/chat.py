@@ -204,7 +204,7 @@ class ChatFormat:
         """Return the tokens a model would sample after a prompt to produce ``message``."""
         text = self._written(message, in_thought=self.in_thought(prompt)).replace(_BREAK, "\ufffd")
         end = self._call_end if message.tool_calls else self._text_end
-        return self._encode(text.removesuffix(end) + end)
+        return self._encode_after(prompt, text.removesuffix(end) + end)
 
     def reply(
         self,
@@ -366,6 +366,22 @@ class ChatFormat:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._encoded(text))
+
+    def _encode_after(self, prompt: Sequence[int], text: str) -> list[int]:
+        """Return the tokens of a text that continues a prompt.
+
+        Some tokenizers put a blank in front of a text that does not follow another one (SentencePiece).
+        """
+        if text[:1].isspace():  # a control token with rstrip would take it away
+            return self._encode(text)
+        shown = self.text(prompt)
+        begin, end = max((match.span() for match in self._control.finditer(shown)), default=(0, 0))
+        control, rest = shown[begin:end], shown[end:]
+        for before in (control + rest, control + rest.removeprefix(" ")):  # decoding shows that blank
+            known, ids = self._encode_text(before), self._encode_text(before + text)
+            if tuple(prompt[len(prompt) - len(known) :]) == known == ids[: len(known)]:
+                return list(ids[len(known) :])
+        return self._encode(text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         parts = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(_BREAK))

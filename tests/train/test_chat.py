@@ -1,11 +1,13 @@
 import json
+import string
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AddedToken
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train import chat
@@ -416,3 +418,44 @@ def test_arithmetic_error_of_a_template_is_reported_with_the_setting_that_fixes_
     tokenizer.chat_template = CHAT_TEMPLATE + "{{ 1 // 0 }}"
     with pytest.raises(ConfigError, match=r"chat template of .* set model\.chat_template"):
         ChatFormat(tokenizer)
+
+
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def sentencepiece_tokenizer(scheme: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts a blank in front of a text, as ``scheme`` says."""
+    vocabulary = {token: number for number, token in enumerate(("<unk>", "<s>", "</s>"))}
+    letters = [f"<0x{byte:02X}>" for byte in range(256)] + list("▁" + string.printable[:94])
+    for token in [*letters, "▁I", "▁<"]:
+        vocabulary.setdefault(token, len(vocabulary))
+    merges = [("▁", "I"), ("▁", "<")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    if scheme == "legacy":
+        blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(blanks)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", chat_template=ZEPHYR
+    )
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "first", "always", "never"])
+@pytest.mark.parametrize("said", ["I call", "", "<tool>"])
+def test_completion_has_the_tokens_of_the_whole_rendering(scheme: str, said: str) -> None:
+    chat = ChatFormat(sentencepiece_tokenizer(scheme), tool_parser="prompt")
+    opening = [Message(role="user", content="start")]
+    prompt = chat.opening(opening, [])
+    assistant, answer = Message.assistant(said), Message(role="user", content="more </s> than that")
+    first = chat.completion(assistant, prompt=prompt)
+    reply = chat.reply([answer], after=assistant, stop=first[-1])
+    ids = [*prompt, *first, *reply, *chat.completion(assistant, prompt=reply)]
+    shown = [*opening, assistant, answer, assistant]
+    assert ids == chat._encode(chat._render(shown, [], generation_prompt=False).rstrip("\n"))
