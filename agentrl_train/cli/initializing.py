@@ -39,6 +39,7 @@ from agentrl_train.planning.memory import REMEDY, ModelSize, size_of
 from agentrl_train.planning.tokens import EPISODES, Lengths, measured_lengths
 from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.tool_calls import PROMPTED
+from agentrl_train.training.learners import as_config_errors
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import Sampling, TaskSource
 
@@ -96,7 +97,8 @@ def init(
         output.parent.mkdir(parents=True, exist_ok=True)
     config = _first_config(model, tasks, name=name, lora=lora)
     policy, _, _ = open_policy(config.model.path)
-    size = size_of(policy, config.train.lora or REMEDY)
+    with as_config_errors():
+        size = size_of(policy, config.train.lora, remedy=REMEDY)
     trial = asyncio.run(_best_trial(config, size, measured=measured))
     text = make_text(config, size, trial, folder=output.absolute().parent)
     with run_folder_errors(output.parent, option="--output"):

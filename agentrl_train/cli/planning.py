@@ -93,7 +93,7 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
     source = config.model
     model, tokenizer, _ = open_policy(source.path, dtype=source.dtype, revision=source.revision)
     with as_config_errors():
-        size = size_of(model, config.train.lora or REMEDY)
+        size = size_of(model, config.train.lora, remedy=REMEDY)
     config = _with_dtypes(config, model)
     chat = chat_format(source, model=model, tokenizer=tokenizer)
     lengths = asyncio.run(_lengths(config, chat))
@@ -143,7 +143,8 @@ def fitted(config: RunConfig, size: ModelSize) -> tuple[RunConfig, list[str]] | 
     """
     places = memory_needs(config, size)
     chosen: dict[str, str] = {}
-    for setting, (model, engine, train) in remedies(config.model, config.engine, config.train):
+    known = remedies(config.model, config.engine, config.train, adaptable=size.adapters > 0)
+    for setting, (model, engine, train) in known:
         if fits(places):
             break
         config = config.model_copy(update={"model": model, "engine": engine, "train": train})

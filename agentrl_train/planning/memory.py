@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from agentrl_train.config import EngineSection, LoraSection, ModelSection, TrainSection
 from agentrl_train.learner.lora import add_adapters, is_adapter
-from agentrl_train.models.architecture import CHUNKED, FULL, SLIDING, SMALLEST_PACKED_MODEL, layer_types
+from agentrl_train.models.architecture import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    SMALLEST_PACKED_MODEL,
+    context_limit,
+    layer_types,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MARGIN = 1.1
 """Factor on the activations, for norms of heads, masks and the allocator."""
@@ -56,35 +63,73 @@ class ModelSize:
     """Longest context that the model was made for."""
 
 
-def size_of(model: PreTrainedModel, lora: LoraSection | None = None) -> ModelSize:
+def size_of(
+    model: PreTrainedModel, lora: LoraSection | None = None, *, remedy: LoraSection | None = None
+) -> ModelSize:
     """Return the shapes of a model, which can be on the meta device.
+
+    Args:
+        model: the model.
+        lora: adapters of the run.
+        remedy: adapters to count if the run has none. There are none if their targets match no layer.
 
     Raises:
         ValueError: no layer matches ``lora.targets``.
     """
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head_width
-    attending = sum(kind in (FULL, SLIDING, CHUNKED) for kind in layer_types(config))
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if experts := getattr(config, "num_experts_per_tok", None):
-        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    # Gemma-4 has layers of different shapes.
+    each = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    layers = [_layer_shape(one, width=config.hidden_size) for one in each]
+    attending = (kind in (FULL, SLIDING, CHUNKED) for kind in layer_types(config))
     adapters = 0
-    if lora is not None:
-        adapted = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]  # as in loading
-        add_adapters(adapted, lora)
-        adapters = sum(value.numel() for name, value in adapted.named_parameters() if is_adapter(name))
+    try:
+        if chosen := lora or remedy:
+            adapters = _count_adapters(model, chosen)
+    except ValueError:
+        if lora is not None:
+            raise
     return ModelSize(
         parameters=sum(value.numel() for value in model.parameters()),
         adapters=adapters,
         layers=config.num_hidden_layers,
         width=config.hidden_size,
-        cached=2 * attending * keys,
-        saved=5 * config.hidden_size + 3 * heads * head_width + 4 * keys + 4 * inner,
+        cached=sum(2 * layer.keys for layer, attends in zip(layers, attending, strict=True) if attends),
+        saved=max(
+            5 * config.hidden_size + 3 * layer.queries + 4 * layer.keys + 4 * layer.inner for layer in layers
+        ),
         vocabulary=config.vocab_size,
-        max_context=int(getattr(config, "max_position_embeddings", None) or 2**20),
+        max_context=context_limit(config) or 2**20,
     )
+
+
+class _LayerShape(NamedTuple):
+    """Numbers of a layer for each token."""
+
+    queries: int
+    keys: int
+    inner: int
+
+
+def _layer_shape(config: PreTrainedConfig, *, width: int) -> _LayerShape:
+    heads = _largest(config, "num_attention_heads")
+    head_width = _largest(config, "head_dim") or width // heads
+    inner = _largest(config, "intermediate_size") or 4 * width
+    if experts := _largest(config, "num_experts_per_tok"):
+        inner = experts * (_largest(config, "moe_intermediate_size") or inner)
+    keys = (_largest(config, "num_key_value_heads") or heads) * head_width
+    return _LayerShape(queries=heads * head_width, keys=keys, inner=inner)
+
+
+def _largest(config: PreTrainedConfig, name: str) -> int:
+    """Return a number of a configuration, the largest of a list with one for each layer, or 0 if missing."""
+    value = getattr(config, name, None) or 0
+    return max(value) if isinstance(value, Sequence) else int(value)
+
+
+def _count_adapters(model: PreTrainedModel, lora: LoraSection) -> int:
+    adapted = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]  # as in loading
+    add_adapters(adapted, lora)
+    return sum(value.numel() for name, value in adapted.named_parameters() if is_adapter(name))
 
 
 def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[str, int]) -> dict[str, float]:
@@ -196,11 +241,12 @@ Sections = tuple[ModelSection, EngineSection, TrainSection]
 
 
 def remedies(
-    model: ModelSection, engine: EngineSection, train: TrainSection
+    model: ModelSection, engine: EngineSection, train: TrainSection, *, adaptable: bool = True
 ) -> Iterator[tuple[str, Sections]]:
     """Yield settings that save memory. Each comes with the sections after this and all earlier changes.
 
     The order is by cost. Settings that do not change the results and hardly change the speed come first.
+    ``adaptable`` is False if the model has no layers for ``REMEDY``.
     """
 
     def changed(section: Any, **update: Any) -> Any:
@@ -218,7 +264,7 @@ def remedies(
     while engine.kind == "torch" and engine.max_sessions >= 16:
         engine = changed(engine, max_sessions=engine.max_sessions // 2)
         yield f"engine.max_sessions = {engine.max_sessions}", (model, engine, train)
-    if train.lora is None:
+    if train.lora is None and adaptable:
         train = changed(train, lora=REMEDY)
         yield f"train.lora = {{rank = {REMEDY.rank}, alpha = {REMEDY.alpha:g}}}", (model, engine, train)
     if model.dtype == "float32":

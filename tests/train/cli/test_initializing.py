@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl_train.cli import initializing, planning
 from agentrl_train.cli.initializing import init
@@ -109,6 +110,15 @@ def test_model_that_cannot_fit_is_refused(
     with pytest.raises(ConfigError, match="does not fit into the memory of this machine: choose a smaller"):
         written(model, tmp_path, measured=False)
     assert not (tmp_path / "one.toml").exists()
+
+
+def test_adapters_for_a_model_without_layers_for_them_are_refused(model: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 261, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(model)
+    with pytest.raises(ConfigError, match="matches no linear layer of GPT2LMHeadModel"):
+        written(model, tmp_path, measured=False, lora=True)
+    config, _ = written(model, tmp_path, measured=False)
+    assert config.train.lora is None
 
 
 def test_existing_file_is_kept(model: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl_train.cli import planning
 from agentrl_train.cli.planning import Plan, fitted, make_plan, plan
@@ -90,6 +92,23 @@ def test_measurement_uses_at_most_the_requested_sessions(config: RunConfig) -> N
     )
     assert rates.sessions <= 3
     assert min(rates.prefill, rates.decode, rates.update) > 0
+
+
+def test_plan_of_a_model_without_layers_for_adapters_names_other_settings(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 261, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(config.model.path)
+    assert make_plan(config, measured=False).changes == []
+    monkeypatch.setattr(planning, "available_memory", lambda device: 1e3)
+    size = size_of(GPT2LMHeadModel(GPT2Config(**sizes)), remedy=REMEDY)
+    offered: list[str] = []
+    monkeypatch.setattr(
+        planning, "memory_needs", lambda config, size: offered.append(str(config.train.lora)) or []
+    )
+    fitted(config, size)
+    assert set(offered) == {"None"}
 
 
 def test_seconds_of_a_step_follow_from_rates_and_tokens() -> None:

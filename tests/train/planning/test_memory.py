@@ -1,7 +1,10 @@
 """Memory estimates for engine and learner."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from agentrl_train.config import EngineSection, LoraSection, ModelSection, TrainSection
 from agentrl_train.config.sections import VllmSection
@@ -14,6 +17,7 @@ from agentrl_train.planning.memory import (
     remedies,
     size_of,
 )
+from tests.architectures import ALTERNATING, SIZES
 from tests.tiny_models import make_model
 
 LORA = LoraSection(rank=4, alpha=8.0)
@@ -32,6 +36,51 @@ def test_adapters_are_counted_as_they_are_added() -> None:
     model = make_model()
     add_adapters(model, LORA)
     assert SIZE.adapters == sum(v.numel() for name, v in model.named_parameters() if is_adapter(name))
+
+
+PER_LAYER = ALTERNATING | {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+UNEVEN: dict[str, dict[str, Any]] = {
+    "gemma4_text": PER_LAYER | {"global_head_dim": 16},
+    "gemma3n_text": PER_LAYER | {"intermediate_size": [48, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [1, 2]},
+}
+"""Architectures with numbers for each layer."""
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_layers_of_different_shapes_are_counted(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SIZES | UNEVEN[kind])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    projections = [
+        len(layer.weight)
+        for name, layer in model.named_modules()
+        if name.endswith(("k_proj", "v_proj"))  # the cache holds what these compute
+    ]
+    size = size_of(model, LORA)
+    assert size.cached == sum(projections)
+    widest = {"gemma4_text": 48, "gemma3n_text": 96, "hunyuan_v1_moe": 2 * 48}[kind]
+    heads = 4 * (16 if kind == "gemma4_text" else 8)
+    assert size.saved == 5 * 32 + 3 * heads + 4 * heads // 2 + 4 * widest
+
+
+def test_model_without_layers_for_adapters_gets_no_advice_to_train_them() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=96)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    size = size_of(model, remedy=LORA)
+    assert (size.adapters, size.max_context) == (0, 96)
+    with pytest.raises(ValueError, match="matches no linear layer of GPT2LMHeadModel"):
+        size_of(model, LORA)
+    names = [
+        name
+        for name, _ in remedies(ModelSection(path="a/b"), EngineSection(), TrainSection(), adaptable=False)
+    ]
+    assert not [name for name in names if "lora" in name]
 
 
 def test_cache_grows_with_sessions_context_and_dtype() -> None:
