@@ -47,6 +47,8 @@ SYNTAXES = (None, *PROMPTED)
 """Values of ``model.tool_parser`` to try: the syntax of the template, and tools as text."""
 COMPLETIONS = 4
 """Number of sampled completions of each task to try a syntax."""
+UNLIMITED = Sampling(max_context=2**30)
+"""Limits that every opening fits, to find out its length."""
 COLUMN = 40
 """Column of the comments."""
 
@@ -147,13 +149,19 @@ async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> 
             settings = config.model.model_copy(update={"tool_parser": syntax})
             try:
                 chat = chat_format(settings, model=model, tokenizer=tokenizer)
-                await check_sessions(chat, served.clients, sources=served.sources)
+                prompts = await check_sessions(
+                    chat, served.clients, sources=served.sources, sampling=UNLIMITED
+                )
+                if chat.syntax in {one.name for one in trials}:
+                    continue
+                openings = {one.task: len(one.token_ids) for one in prompts}
+                trial = await _trial(
+                    syntax, chat, served, openings=openings, model=model, size=size, measured=measured
+                )
+                trials.append(trial)
             except ConfigError as error:
                 problem = problem or error
                 continue
-            if chat.syntax in {one.name for one in trials}:
-                continue
-            trials.append(await _trial(syntax, chat, served, model=model, size=size, measured=measured))
             if not measured or (trials[-1].valid or 0.0) >= MANY_VALID_CALLS:
                 break
     if not trials:
@@ -171,11 +179,18 @@ async def _trial(
     chat: ChatFormat,
     served: Served,
     *,
+    openings: Mapping[str, int],
     model: PreTrainedModel,
     size: ModelSize,
     measured: bool,
 ) -> Trial:
-    """Return the lengths of the tasks with a chat format, and the share of valid calls."""
+    """Return the lengths of the tasks with a chat format, and the share of valid calls.
+
+    ``openings`` are the tokens of the first opening of each task.
+
+    Raises:
+        ConfigError: the format cannot be used with the tasks, or an opening leaves no room for a turn.
+    """
     lengths = await measured_lengths(
         served.clients,
         chat,
@@ -188,8 +203,14 @@ async def _trial(
         [one.longest_turn for one in by_expert],
         [one.longest for one in by_expert],
         max_context=size.max_context,
-        opening=max(one.opening for one in lengths),
+        opening=max([*openings.values(), *(one.opening for one in lengths)]),
     )
+    for task, tokens in openings.items():
+        if tokens + limits.max_new_tokens > limits.max_context:
+            raise ConfigError(
+                f"the opening of {task} takes {tokens} tokens and a turn up to {limits.max_new_tokens}, but "
+                f"the model supports at most {limits.max_context}: choose a model with a longer context"
+            )
     valid = None
     if measured:
         valid = await _valid_calls(chat, served.clients, served.sources, model=model, limits=limits)

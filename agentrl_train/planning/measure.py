@@ -15,6 +15,7 @@ from agentrl_train.batch import pack
 from agentrl_train.config import EngineSection, TrainSection
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.learner import Learner
+from agentrl_train.models.architecture import context_limit
 from agentrl_train.models.loading import copy_of, with_dtype
 from agentrl_train.planning.tokens import StepTokens
 from agentrl_train.types import SamplingParams, TokenSequence
@@ -23,6 +24,8 @@ BUDGET_S = 20.0
 """Time limit of a measurement in seconds."""
 TRIED = 32
 """Tokens of the first pass. Its duration determines the sizes of the other passes."""
+DECODED = 128
+"""Largest number of tokens to decode."""
 UPDATE_COST = 5.0
 """Largest ratio of the time of a token in an update to its time in a prefill."""
 PRODUCT = 512
@@ -80,6 +83,7 @@ def measure(
         budget_s: seconds that the measurement can take.
     """
     started = time.perf_counter()
+    context = min(context, context_limit(model.config) or context)
     prefill, decode, sessions = asyncio.run(
         _measure_engine(model, engine, sessions=sessions, context=context, budget_s=budget_s / 2)
     )
@@ -101,11 +105,13 @@ async def _measure_engine(
     """Return prefilled and decoded tokens per second, and the number of sessions."""
     rng = np.random.default_rng(0)
     vocabulary = model.config.get_text_config().vocab_size
+    longest = context + TRIED + 2 * DECODED
+    max_context = min(longest, context_limit(model.config) or longest)
     torch_engine = TorchEngine(
         {"current": copy_of(model, dtype=with_dtype(engine, model).dtype, device=engine.device)},
         stop_token_ids=(),
         max_sequences=sessions,
-        max_context=context + TRIED + 256,
+        max_context=max_context,
     )
 
     seeds = count()
@@ -129,11 +135,11 @@ async def _measure_engine(
         token_s = await timed([rng.integers(0, vocabulary, TRIED).tolist()], 1) / TRIED
         tokens = max(TRIED, int(budget_s / 2 / token_s))
         sessions = max(1, min(sessions, tokens // TRIED))
-        length = max(TRIED, min(context, tokens // sessions))
+        length = max(TRIED, min(context, max_context - 1 - DECODED, tokens // sessions))
         prompts = [rng.integers(0, vocabulary, length).tolist() for _ in range(sessions)]
         prefill = sessions * length / await timed(prompts, 1)
         pass_s = await timed(prompts, 2) / 2
-        new = int(min(128, max(4, budget_s / 4 / pass_s)))
+        new = int(min(DECODED, max_context - 1 - length, max(4, budget_s / 4 / pass_s)))
         first_s, all_s = await timed(prompts, 1), await timed(prompts, 1 + new)
         return prefill, sessions * new / max(1e-9, all_s - first_s), sessions
     finally:

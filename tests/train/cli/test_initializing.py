@@ -112,6 +112,21 @@ def test_model_that_cannot_fit_is_refused(
     assert not (tmp_path / "one.toml").exists()
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_opening_longer_than_the_context_of_the_model_is_refused(tmp_path: Path, measured: bool) -> None:
+    short = make_model()
+    short.config.max_position_embeddings = 128
+    short.save_pretrained(tmp_path / "short")
+    make_tokenizer().save_pretrained(tmp_path / "short")
+    with pytest.raises(
+        ConfigError,
+        match=r"the opening of boxes takes \d+ tokens and a turn up to \d+, but the model supports "
+        r"at most 128: choose a model with a longer context",
+    ):
+        written(str(tmp_path / "short"), tmp_path, measured=measured)
+    assert not (tmp_path / "one.toml").exists()
+
+
 def test_adapters_for_a_model_without_layers_for_them_are_refused(model: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 261, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(model)

@@ -94,6 +94,18 @@ def test_measurement_uses_at_most_the_requested_sessions(config: RunConfig) -> N
     assert min(rates.prefill, rates.decode, rates.update) > 0
 
 
+@pytest.mark.parametrize(("limit", "context"), [(160, 150), (64, 5000)])
+def test_measurement_stays_within_the_context_of_the_model(
+    config: RunConfig, limit: int, context: int
+) -> None:
+    model = make_model()
+    model.config.max_position_embeddings = limit
+    rates = measure(
+        model, engine=config.engine, train=config.train, sessions=2, context=context, budget_s=1.0
+    )
+    assert min(rates.prefill, rates.decode, rates.update) > 0
+
+
 def test_plan_of_a_model_without_layers_for_adapters_names_other_settings(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
