@@ -30,6 +30,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.learner.learning_rates import defaults_of
 from agentrl_train.loss import Loss, sft_loss
+from agentrl_train.models.architecture import context_limit
 from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import DTYPES, chat_format, load_policy, save_policy
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
@@ -39,7 +40,7 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.telemetry.progress import Counter
 from agentrl_train.training.learners import as_config_errors
-from agentrl_train.training.sft import expert_sequences, longest_turn, train_sft
+from agentrl_train.training.sft import expert_sequences, longest_episode, longest_turn, train_sft
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
 from agentrl_train.types import TokenSequence
@@ -278,18 +279,28 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
     shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
     console = Console()
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
-    if (longest := longest_turn(sequences)) > (limit := config.engine.max_new_tokens):
-        console.print(
-            f"warning: the longest turn of the experts has {longest} tokens, but engine.max_new_tokens = "
-            f"{limit} cuts turns off: set it to at least {longest}",
-            soft_wrap=True,
-        )
+    for warning in limit_warnings(config, sequences):
+        console.print(f"warning: {warning}", soft_wrap=True)
     learner = imitate(config, model=model, sequences=sequences)
     dtype = DTYPES[config.model.dtype]
     weights = {name: value.to(dtype) for name, value in learner.weights().items()}
     with run_folder_errors(output, option="--output"):
         model.save_pretrained(output, state_dict=weights | persistent_buffers(model))
         tokenizer.save_pretrained(output)
+
+
+def limit_warnings(config: RunConfig, sequences: Sequence[TokenSequence]) -> Iterator[str]:
+    """Yield a warning for each limit of the engine that turns or episodes of the experts exceed."""
+    engine = config.engine
+    for part, longest, name, limit in (
+        ("turn", longest_turn(sequences), "max_new_tokens", engine.max_new_tokens),
+        ("episode", longest_episode(sequences), "max_context", engine.max_context),
+    ):
+        if longest > limit:
+            yield (
+                f"the longest {part} of the experts has {longest} tokens, but engine.{name} = {limit} cuts "
+                f"{part}s off: set it to at least {longest}"
+            )
 
 
 def imitate(
@@ -302,9 +313,15 @@ def imitate(
     """Train a model, or adapters in it, on the episodes of experts, and return its learner.
 
     Raises:
-        ConfigError: no layer matches ``train.lora.targets``.
+        ConfigError: no layer matches ``train.lora.targets``, or an episode exceeds the model's context.
     """
     settings = config.sft
+    episode, limit = longest_episode(sequences), context_limit(model.config)
+    if limit is not None and episode > limit:
+        raise ConfigError(
+            f"the longest episode of the experts has {episode} tokens, but the model supports at most "
+            f"{limit}: use a model with a longer context, or shorten the episodes of the task"
+        )
     rates = defaults_of(model.num_parameters(), lora=config.train.lora is not None)
     kept = {"precision", "activation_checkpointing", "offload_optimizer", "lora"}
     train = TrainSection(

@@ -11,7 +11,7 @@ import numpy as np
 
 from agentrl_env.client import EnvClient
 from agentrl_train.chat import ChatFormat
-from agentrl_train.training.sft import expert_sequence
+from agentrl_train.training.sft import expert_sequence, template_errors
 from agentrl_train.types import Sampling, TaskSource, TokenSequence
 
 EPISODES = 16
@@ -57,6 +57,9 @@ async def measured_lengths(
         sampling: limits of the turns.
         max_turns: turn limits that are lower than the task's own.
         episodes: expert episodes of each task.
+
+    Raises:
+        ConfigError: the chat template rejects the messages of a task.
     """
     found = []
     for source in sources:
@@ -67,7 +70,8 @@ async def measured_lengths(
             continue
         session = await client.open(source.task, split=source.split, index=0)
         await session.close()
-        opening = len(chat.opening(session.messages, session.tools))
+        with template_errors(source.task, chat):
+            opening = len(chat.opening(session.messages, session.tools))
         turns = min(max_turns.get(source.task, info.max_turns), info.max_turns)
         found.append(of_limits(source.task, opening=opening, turns=turns, sampling=sampling))
     return found

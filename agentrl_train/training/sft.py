@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from agentrl_env.client import EnvClient
 from agentrl_train.actor import episode_end
 from agentrl_train.batch import pack
 from agentrl_train.chat import ChatFormat
+from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.types import TaskSource, TokenSequence
 
@@ -28,13 +30,15 @@ async def expert_sequence(
 
     Raises:
         AgentRLError: the session failed, or the task has no expert.
+        ConfigError: the chat template rejects the messages of the task.
     """
     ids: list[int] = []
     mask: list[float] = []
     turn = 0
     session = await client.open(task, split=split, index=index, seed=seed, wait=FULL_SERVER_S)
     try:
-        new_ids = chat.opening(session.messages, session.tools)
+        with template_errors(task, chat):
+            new_ids = chat.opening(session.messages, session.tools)
         while True:
             completion = chat.completion(await session.expert(), prompt=new_ids)
             turn += 1
@@ -46,7 +50,8 @@ async def expert_sequence(
             if result.final:
                 episode_end(result)
                 break
-            new_ids = chat.reply(result.messages, after=message, tools=session.tools, stop=completion[-1])
+            with template_errors(task, chat):
+                new_ids = chat.reply(result.messages, after=message, tools=session.tools, stop=completion[-1])
     finally:
         await session.close()
     size = len(ids)
@@ -76,6 +81,7 @@ async def expert_sequences(
 
     Raises:
         AgentRLError: a session failed, or a task has no expert.
+        ConfigError: the chat template rejects the messages of a task.
     """
     slots = asyncio.Semaphore(max_sessions)
 
@@ -104,6 +110,23 @@ def longest_turn(sequences: Sequence[TokenSequence]) -> int:
         edges = np.flatnonzero(np.diff(sequence.loss_mask > 0, prepend=False, append=False))
         longest = max(longest, int(np.diff(edges)[::2].max(initial=0)))
     return longest
+
+
+def longest_episode(sequences: Sequence[TokenSequence]) -> int:
+    """Return the tokens of the longest episode of the experts."""
+    return max(map(len, sequences), default=0)
+
+
+@contextmanager
+def template_errors(task: str, chat: ChatFormat) -> Iterator[None]:
+    """Raise errors of a chat template that cannot render the messages of a task as ``ConfigError``."""
+    try:
+        yield
+    except Exception as error:  # templates raise anything
+        raise ConfigError(
+            f"the chat template of {chat.name} cannot render the messages of {task} ({type(error).__name__}: "
+            f"{error}): set model.tool_parser = 'prompt', or model.chat_template to another template"
+        ) from error
 
 
 def train_sft(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -23,6 +24,7 @@ from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
 from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
 from agentrl_train.training.sft import expert_sequences
 from agentrl_train.training.trainer import Trainer
+from agentrl_train.types import TokenSequence
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.fakes import CHAT, Countdown
 from tests.train.training.test_sft import SOURCES
@@ -189,6 +191,43 @@ def test_imitation_without_a_layer_for_adapters_is_refused(tmp_path: Path) -> No
     table["train"]["lora"] = {"rank": 4, "alpha": 8.0, "targets": ["absent"]}
     with pytest.raises(ConfigError, match=r"train\.lora\.targets = \['absent'\] matches no linear layer"):
         commands.imitate(RunConfig.model_validate(table), model=make_model(), sequences=())
+
+
+def of_length(size: int) -> TokenSequence:
+    """Return an episode of which the second half is sampled."""
+    sampled = np.arange(size) >= size // 2
+    return TokenSequence(
+        token_ids=np.zeros(size, dtype=np.int64),
+        loss_mask=sampled.astype(np.float32),
+        logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.full(size, -1),
+        advantages=sampled.astype(np.float32),
+        task="a",
+        group_id=0,
+    )
+
+
+def test_experts_longer_than_the_context_of_the_model_are_refused(tmp_path: Path) -> None:
+    model = make_model()
+    model.config.max_position_embeddings = 32
+    config = RunConfig.model_validate(configured(tmp_path).model_dump() | {"sft": {"steps": 1}})
+    with pytest.raises(
+        ConfigError, match=r"longest episode .* has 33 tokens, but the model supports at most 32"
+    ):
+        commands.imitate(config, model=model, sequences=[of_length(8), of_length(33)])
+    commands.imitate(config, model=model, sequences=[of_length(32)], console=Console(file=io.StringIO()))
+
+
+def test_experts_longer_than_the_limits_of_the_engine_give_warnings(tmp_path: Path) -> None:
+    engine = {"max_new_tokens": 16, "max_context": 32}
+    config = RunConfig.model_validate(configured(tmp_path).model_dump() | {"engine": engine})
+    assert list(commands.limit_warnings(config, [of_length(32)])) == []
+    assert list(commands.limit_warnings(config, [of_length(33)])) == [
+        "the longest turn of the experts has 17 tokens, but engine.max_new_tokens = 16 cuts turns off: set "
+        "it to at least 17",
+        "the longest episode of the experts has 33 tokens, but engine.max_context = 32 cuts episodes off: "
+        "set it to at least 33",
+    ]
 
 
 WITHOUT_TRAIN = """

@@ -3,6 +3,7 @@ import pytest
 
 from agentrl_env.errors import AgentRLError
 from agentrl_train.chat import ChatFormat
+from agentrl_train.errors import ConfigError
 from agentrl_train.training.sft import expert_sequences, longest_turn
 from agentrl_train.types import TaskSource, TokenSequence
 from tests.tiny_models import make_tokenizer
@@ -50,6 +51,21 @@ async def test_small_split_is_repeated_with_other_seeds() -> None:
         sequences, _ = await expert_sequences({"countdown": client}, CHAT, sources=sources, count=6)
     assert [sequence.group_id for sequence in sequences] == [0, 1, 0, 1, 0, 1]
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == 6
+
+
+async def test_template_that_refuses_a_later_reply_is_an_error_of_the_configuration() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += (
+        "{% for m in messages if m.role == 'tool' and m.content == '1' %}{{ raise_exception('no digits') }}"
+        "{% endfor %}"
+    )
+    chat = ChatFormat(tokenizer)
+    async with Countdown.local() as client:
+        with pytest.raises(
+            ConfigError,
+            match=r"cannot render the messages of countdown \(TemplateError: no digits\): set model",
+        ):
+            await expert_sequences({"countdown": client}, chat, sources=SOURCES, count=1)
 
 
 def test_longest_turn_is_the_longest_run_of_sampled_tokens() -> None:
