@@ -1,4 +1,4 @@
-"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing and drafts."""
+"""Continuous batching for one policy of the torch engine: scheduling, prefix sharing, drafts and sampling."""
 
 from __future__ import annotations
 
@@ -21,10 +21,101 @@ from agentrl_train.engine.cache import (
     shared_prefix,
 )
 from agentrl_train.engine.constraint import Matcher, unpacked
-from agentrl_train.engine.sampling import Truncation, require_numbers, sample
-from agentrl_train.errors import ConstraintError
+from agentrl_train.engine.truncation import Truncation
+from agentrl_train.errors import ConstraintError, EngineBroken, not_numbers
 from agentrl_train.models.architecture import read_logits
 from agentrl_train.types import AllowedSets, Completion, SamplingParams
+
+BLOCK = 256
+"""Number of weights in a block."""
+SINGLE_BLOCK = 4096
+"""Up to this number of weights, blocks are not faster."""
+CACHED_LOGITS = 2**19
+"""Number of logits that the caches of a processor hold, with the weights that are computed from them."""
+LARGEST_UNIFORM = 1 - 2**-30
+"""Prevents rounding from selecting the zero weights at the end of a block."""
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperatures: torch.Tensor,
+    uniforms: torch.Tensor,
+    truncation: Truncation | None = None,
+    allowed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row by inverse transform sampling.
+
+    The sample of a row depends only on its own uniform number, not on the rest of the batch.
+
+    Args:
+        logits: [rows, vocabulary].
+        temperatures: [rows]. 0 is greedy, with the log-probability of temperature 1.
+        uniforms: [rows], in [0, 1).
+        truncation: limits that exclude improbable tokens.
+        allowed: tokens that a constraint allows, [rows, vocabulary]. The others are excluded before
+            ``truncation``. None allows all tokens.
+
+    Returns:
+        Token ids [rows], and their log-probabilities [rows] in float32 among the remaining tokens.
+    """
+    rows = max(1, CACHED_LOGITS // logits.shape[1])
+    if logits.device.type == "cpu" and len(logits) > rows:
+        parts = [
+            sample(
+                logits[part],
+                temperatures=temperatures[part],
+                uniforms=uniforms[part],
+                truncation=truncation[part] if truncation is not None else None,
+                allowed=allowed[part] if allowed is not None else None,
+            )
+            for part in (slice(begin, begin + rows) for begin in range(0, len(logits), rows))
+        ]
+        drawn, scores = zip(*parts, strict=True)
+        return torch.cat(drawn), torch.cat(scores)
+    greedy = temperatures == 0
+    scaled = logits.float()
+    if not bool((temperatures == 1).all()):
+        scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
+    if allowed is not None:
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
+    if truncation is not None:
+        scaled = truncation.apply(scaled)
+    largest = scaled.amax(dim=-1, keepdim=True)
+    tokens, total = draw((scaled - largest).exp_(), uniforms[:, None].double())
+    if bool(greedy.any()):
+        tokens = torch.where(greedy[:, None], scaled.argmax(dim=-1, keepdim=True), tokens)
+    logprobs = scaled.gather(-1, tokens) - largest - total.log().float()
+    return tokens[:, 0], logprobs[:, 0]
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an index of each row, drawn in proportion to its weight, and the sum of the row, [rows, 1] each.
+
+    Many weights are summed by blocks, and one by one only in the block that contains the draw. Cumulative
+    sums need float64, because float32 would lose the tail, and float64 is slow for a whole vocabulary.
+
+    Args:
+        weights: [rows, size], not negative.
+        uniforms: [rows, 1], float64 in [0, 1).
+    """
+    rows, size = weights.shape
+    if size <= SINGLE_BLOCK:
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        return torch.searchsorted(cumulative, uniforms * total, right=True).clamp_(max=size - 1), total
+    padded = torch.nn.functional.pad(weights, (0, -size % BLOCK)) if size % BLOCK else weights
+    blocks = padded.view(rows, -1, BLOCK)
+    sums = blocks.sum(dim=-1)
+    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = uniforms * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
+    within = 1 - (cumulative.gather(1, block) - target) / sums.gather(1, block).double()
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    column, _ = draw(inside, within.clamp_(0, LARGEST_UNIFORM))
+    return block * BLOCK + column, total
+
 
 PASS_TOKENS = 4096
 """Token budget of a pass. Sequences beyond it wait for the next pass."""
@@ -403,7 +494,8 @@ class Scheduler:
                 allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
             )
             tokens, logprobs = drawn.tolist(), scores.tolist()
-            require_numbers(logprobs, version=self.policy_version)
+            if not np.isfinite(logprobs).all():
+                raise EngineBroken(not_numbers("engine", self.policy_version))
         place = 0
         for part in parts:
             self._count_prefilled(part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -30,9 +31,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from agentrl_train.engine.constraint import Grammars, Matcher
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, answer_frames, connect
-from agentrl_train.engine.sampling import require_numbers
 from agentrl_train.engine.transfer import Held, lost_push, mismatch
-from agentrl_train.errors import ConstraintError
+from agentrl_train.errors import ConstraintError, EngineBroken, not_numbers
 from agentrl_train.types import SamplingParams as Requested
 
 GRAMMAR_PROCESSOR = "agentrl_train.engine.vllm_worker:GrammarProcessor"
@@ -183,7 +183,8 @@ class Server:
             final = output
         assert final is not None
         answer = completion(final.outputs[0])
-        require_numbers(answer["logprobs"], version=self._version)
+        if not all(map(math.isfinite, answer["logprobs"])):
+            raise EngineBroken(not_numbers("engine", self._version))
         if matcher is not None:
             answer["allowed"] = matcher.sets_of(answer["token_ids"]).plain()
         return answer

@@ -484,7 +484,7 @@ async def test_answers_to_all_calls_precede_the_other_messages_of_tools():
     calls = [ToolCall.of("show", call_id="a", number=1), ToolCall.of("nope", call_id="b")]
     calls += [ToolCall.of("show", call_id="c", number=2), ToolCall.of("last", call_id="d")]
     turn = StepBuilder(Message.assistant(None, *calls, ToolCall.of("show", call_id="e", number=3)), 0.0)
-    await turn.run(Shows(), call)
+    await turn.run(Shows(), call, toolset(Shows))
     assert [m.tool_call_id for m in turn.messages[:5]] == ["a", "b", "c", "d", "e"]
     assert [m.content for m in turn.messages[5:]] == ["picture 1", "picture 2", "the end"]
 

@@ -401,7 +401,7 @@ def test_message_over_a_limit_of_the_server_ends_only_its_episode(cli, limit):
 
 def test_sample_that_is_given_twice_is_played_once(cli):
     with ChatServer(play_sums) as server:
-        options = ["--index", 0, "--index", "00", "--index", 3, "--json"]
+        options = ["--index", 0, "--index", 3, "--index", 0, "--json"]
         code, out, _ = cli("eval", TARGET, *endpoint(server.url), *options)
     found = json.loads(out)
     assert (code, found["samples"], found["planned"], found["episodes"]) == (0, 2, 2, 2)

@@ -367,12 +367,12 @@ class TestIsolation:
         assert box.run("cat /proc/net/dev").stdout.count(":") == 1
 
     def test_written_files_are_invisible_outside(self, own):
-        own.run("echo mine >/usr/local/bin/mine; echo mine >/opt/x; echo mine >/tmp/mine")
-        assert own.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == "mine\n" * 3
-        assert not Path("/usr/local/bin/mine").exists()
-        assert not Path("/tmp/mine").exists()
+        own.run("echo mine >/usr/local/bin/of-a-sandbox; echo mine >/opt/x; echo mine >/tmp/of-a-sandbox")
+        assert own.run("cat /usr/local/bin/of-a-sandbox /opt/x /tmp/of-a-sandbox").stdout == "mine\n" * 3
+        assert not Path("/usr/local/bin/of-a-sandbox").exists()
+        assert not Path("/tmp/of-a-sandbox").exists()
         with small() as other:
-            assert other.run("cat /usr/local/bin/mine /opt/x /tmp/mine").stdout == ""
+            assert other.run("cat /usr/local/bin/of-a-sandbox /opt/x /tmp/of-a-sandbox").stdout == ""
 
     def test_host_programs_are_read_only(self, box):
         assert "Read-only" in box.run("touch /usr/x").stderr

@@ -679,7 +679,7 @@ async def test_invalid_session_tools_fail_the_opening_and_close_the_environment(
             closed.append(True)
 
     session = make(Odd)
-    with pytest.raises(EnvironmentFailed, match="reset of task 'odd' failed"):
+    with pytest.raises(EnvironmentFailed, match="session_tools of task 'odd' failed"):
         await session.start()
     await session.close()
     assert (session.status, closed) == (SessionStatus.FAILED_ENVIRONMENT, [True])

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentrl_train.engine import sampling
-from agentrl_train.engine.sampling import SINGLE_BLOCK, Truncation, draw, sample
-from agentrl_train.engine.scheduler import Scheduler
+from agentrl_train.engine import scheduler
+from agentrl_train.engine.scheduler import SINGLE_BLOCK, Scheduler, draw, sample
 from agentrl_train.engine.torch import TorchEngine
+from agentrl_train.engine.truncation import Truncation
 from agentrl_train.errors import EngineBroken, EngineError
 from agentrl_train.types import Completion, SamplingParams
 from agentrl_train.weights import FOREIGN, Publisher, StaleWeights
@@ -375,7 +375,7 @@ def test_rows_are_sampled_alike_in_any_number_at_a_time(monkeypatch: pytest.Monk
     }
     logits = torch.randn(len(requested), 40, generator=generator)
     together = sample(logits, **arguments)
-    monkeypatch.setattr(sampling, "CACHED_LOGITS", 80)
+    monkeypatch.setattr(scheduler, "CACHED_LOGITS", 80)
     apart = sample(logits, **arguments)
     assert torch.equal(together[0], apart[0])
     assert torch.equal(together[1], apart[1])

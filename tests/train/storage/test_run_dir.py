@@ -59,7 +59,7 @@ def test_run_folder_is_locked(tmp_path: Path) -> None:
 
 def test_resume_reports_changed_settings(tmp_path: Path) -> None:
     changed = claim(begun(tmp_path), configured(learning_rate=3e-5), resume=True)
-    assert changed == ["train.learning_rate = 3e-05 (was 1e-05)"]
+    assert changed == ["train.learning_rate = 3e-05 (was auto)"]
 
 
 def test_lora_settings_cannot_change_on_resume(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_setting_added_in_this_version_does_not_count_as_changed(tmp_path: Path)
     begin = text.index("[reward]")
     path.write_text(text[:begin] + text[text.index("\n[", begin) + 1 :])
     assert configured().changes_since(path) == {}
-    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}
+    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": ("auto", 0.5)}
 
 
 def test_former_spellings_of_a_run_folder_are_not_changes(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_former_spellings_of_a_run_folder_are_not_changes(tmp_path: Path) -> Non
     path = tmp_path / "config.toml"
     path.write_text(path.read_text().replace("[algorithm]", "[algorithm]\nclip_low = 0.1", 1))
     assert configured().changes_since(path) == {}
-    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": (1e-5, 0.5)}
+    assert configured(learning_rate=0.5).changes_since(path) == {"train.learning_rate": ("auto", 0.5)}
     assert "train.lora.rank" in configured(lora={"rank": 4, "alpha": 8}).changes_since(path)
 
 
