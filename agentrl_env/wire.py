@@ -299,6 +299,11 @@ def choose_task(name: str | None, known: Collection[str]) -> str:
     raise e.UnknownTask(f"several tasks are served; choose one with task= or --task: {names}")
 
 
+def is_header_value(text: str) -> bool:
+    """Return True if a text is printable ASCII, so that it can be the value of an HTTP header."""
+    return text.isascii() and text.isprintable()
+
+
 def payload_digest(request: OpenRequest) -> str:
     """Return the hash of a request's payload, to which its ``request_id`` is bound."""
     if request.request_id is None:

@@ -22,7 +22,6 @@ from agentrl_env.cli.options import (
     Token,
     client_of,
     endpoint_key,
-    finite,
     given_options,
     is_url,
     log_to_stderr,
@@ -63,7 +62,6 @@ class CheckSettings:
         typer.Option(
             min=0.1,
             max=MAX_DEADLINE_S,
-            callback=finite,
             metavar="SECONDS",
             help="The time limit of a check, or of a policy on a split.",
         ),

@@ -32,8 +32,9 @@ from agentrl_env.cli.options import (
     resolve_token,
 )
 from agentrl_env.cli.settings import settings_as_options
-from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_name, is_header_value
+from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_name
 from agentrl_env.errors import AgentRLError
+from agentrl_env.wire import is_header_value
 
 if TYPE_CHECKING:
     from agentrl_env.client.client import EnvClient
@@ -425,6 +426,8 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
 
 def _fields(pairs: list[str]) -> dict[str, Any]:
     """Return the fields of ``--body``. Raises AgentRLError."""
+    from agentrl_env.evaluation.chat_model import as_json
+
     fields = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -434,8 +437,5 @@ def _fields(pairs: list[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except (ValueError, RecursionError):
             fields[name] = value  # a word, such as reasoning_effort=low
-        try:
-            json.dumps(fields[name], ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
-            raise AgentRLError(f"--body {name}: {value[:100]!r} cannot be sent as JSON: {error}") from error
+        as_json(fields[name], f"--body {name}: {value[:100]!r}", AgentRLError)
     return fields

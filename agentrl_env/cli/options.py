@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentrl_env.client.client import EnvClient
-from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_value
+from agentrl_env.client.credentials import NOT_PRINTABLE
 from agentrl_env.errors import AgentRLError
+from agentrl_env.wire import is_header_value
 
 if TYPE_CHECKING:
     from agentrl_env.server.settings import ProcessSettings
@@ -300,7 +301,7 @@ def endpoint_key(variable: str | None, file: Path | None = None) -> str | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value of an option. Raises BadParameter for NaN and infinity, which ``min`` accepts."""
+    """Return the value of an option. Raises BadParameter for infinity, which ``min`` accepts, and NaN."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value

@@ -45,8 +45,3 @@ def hide(text: str, secrets: Iterable[str]) -> str:
 def is_header_name(text: str) -> bool:
     """Return True if a text can be the name of an HTTP header."""
     return _HEADER_NAME.fullmatch(text) is not None
-
-
-def is_header_value(text: str) -> bool:
-    """Return True if a text is printable ASCII, so that it can be the value of an HTTP header."""
-    return text.isascii() and text.isprintable()

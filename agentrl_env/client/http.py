@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
-from agentrl_env.client.credentials import is_header_value, public_url
+from agentrl_env.client.credentials import public_url
 from agentrl_env.client.transport import (
     FailoverTransport,
     HttpTransport,
@@ -42,7 +42,17 @@ from agentrl_env.errors import (
 )
 from agentrl_env.fast_wire import message_to_json
 from agentrl_env.types import Message, StepResult
-from agentrl_env.wire import PROTOCOL_VERSION, STEP, STEP_MANY, Call, Error, OpenBatch, OpenRequest, TaskList
+from agentrl_env.wire import (
+    PROTOCOL_VERSION,
+    STEP,
+    STEP_MANY,
+    Call,
+    Error,
+    OpenBatch,
+    OpenRequest,
+    TaskList,
+    is_header_value,
+)
 
 M = TypeVar("M", bound=BaseModel)
 

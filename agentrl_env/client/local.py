@@ -10,7 +10,7 @@ from pydantic_core import PydanticSerializationError
 
 from agentrl_env.errors import ClientClosed, InvalidRequest, WireError
 from agentrl_env.fast_wire import message_to_json
-from agentrl_env.session.observer import server_bug
+from agentrl_env.session.observer import as_wire_error
 from agentrl_env.session.pool import SessionPool
 from agentrl_env.types import Message, StepResult
 from agentrl_env.wire import CLOSE, Call, Error, OpenBatch, OpenBatchAnswer, OpenRequest, StepRequest
@@ -42,7 +42,7 @@ class LocalBackend:
         except WireError:
             raise
         except Exception as error:  # as over HTTP, so that other steps of the caller's batch continue
-            raise server_bug(error) from error
+            raise as_wire_error(error) from error
         return StepResult.model_validate_json(answer)
 
     async def aclose(self) -> None:
@@ -54,8 +54,7 @@ class LocalBackend:
         try:
             return await self.pool.open(request)
         except Exception as error:
-            known = error if isinstance(error, WireError) else server_bug(error)
-            return Error.model_validate(known.wire())
+            return Error.model_validate(as_wire_error(error).wire())
 
 
 def _check_parts(message: Message) -> None:

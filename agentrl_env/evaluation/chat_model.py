@@ -18,12 +18,12 @@ from agentrl_env.client.credentials import (
     NOT_PRINTABLE,
     hide,
     is_header_name,
-    is_header_value,
     public_url,
     secrets_of,
 )
 from agentrl_env.errors import AgentRLError
 from agentrl_env.types import Message, ToolSpec
+from agentrl_env.wire import is_header_value
 
 ATTEMPTS = 5
 """Maximum requests for one completion if the endpoint fails or does not answer."""
@@ -157,7 +157,7 @@ class ChatModel:
         if temperature is not None:
             self._fields["temperature"] = temperature
         for name, value in self._fields.items():
-            _json(value, f"the field {name!r}", ModelRefused)
+            as_json(value, f"the field {name!r}", ModelRefused)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         try:
             self._http = httpx.AsyncClient(headers=sent, timeout=None, limits=limits)
@@ -200,7 +200,7 @@ class ChatModel:
             body["tools"] = [tool.model_dump(mode="json") for tool in tools]
         if seed is not None:
             body["seed"] = seed
-        content = _json(body, "the conversation")
+        content = as_json(body, "the conversation")
         attempt, most = 0, ATTEMPTS
         failure: ModelFailed | None = None
         while attempt < most:
@@ -288,7 +288,7 @@ def _headers(key: str | None, given: Mapping[str, str]) -> dict[str, str]:
     return headers
 
 
-def _json(value: object, name: str, error_type: type[ModelFailed] = ModelFailed) -> bytes:
+def as_json(value: object, name: str, error_type: type[AgentRLError] = ModelFailed) -> bytes:
     """Return a value as JSON. Raises an error if JSON cannot express it, such as NaN."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

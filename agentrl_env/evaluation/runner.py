@@ -295,14 +295,9 @@ async def _answer(answer: object) -> Completion:
 
 
 def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRecord:
-    return TurnRecord(
-        action=completion.message,
-        thought=completion.thought,
-        finish_reason=completion.finish_reason,
-        usage=completion.usage,
+    return _recorded(
+        completion,
         invalid_calls=int(result.metrics.get("invalid_calls", 0)),
-        model_s=completion.seconds,
-        repeats=completion.repeats,
         environment_s=seconds,
         messages=result.messages,
         reward=result.reward,
@@ -311,15 +306,19 @@ def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRec
 
 
 def _rejected(completion: Completion, error: WireError) -> TurnRecord:
+    calls = len(completion.message.tool_calls or ())
+    return _recorded(completion, invalid_calls=calls, info={"rejected": error.message})
+
+
+def _recorded(completion: Completion, **of_environment: Any) -> TurnRecord:
     return TurnRecord(
         action=completion.message,
         thought=completion.thought,
         finish_reason=completion.finish_reason,
         usage=completion.usage,
-        invalid_calls=len(completion.message.tool_calls or ()),
         model_s=completion.seconds,
         repeats=completion.repeats,
-        info={"rejected": error.message},
+        **of_environment,
     )
 
 

@@ -31,7 +31,7 @@ from agentrl_env.fleet.session_failover import Failover
 from agentrl_env.fleet.store import FleetStore, MemoryStore
 from agentrl_env.server.telemetry.metrics import Metrics
 from agentrl_env.session.listing import merge_lists
-from agentrl_env.session.observer import server_bug
+from agentrl_env.session.observer import as_wire_error
 from agentrl_env.session.pool import STEP_PENDING, VERSION, place_of
 from agentrl_env.session.single_flight import SingleFlight
 from agentrl_env.types import FleetInfo, SessionInfo
@@ -370,7 +370,7 @@ class FleetService:
                 self._routing.interrupted(session_ids)
             return await self._step_many(steps, wait_s)
         except Exception as error:
-            return [error if isinstance(error, WireError) else server_bug(error)] * len(steps)
+            return [as_wire_error(error)] * len(steps)
 
 
 class _Results(msgspec.Struct):

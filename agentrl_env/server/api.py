@@ -32,7 +32,7 @@ from agentrl_env.server.limits import SMALL_BYTES, Limits
 from agentrl_env.server.service import Service
 from agentrl_env.server.telemetry.history import History
 from agentrl_env.server.telemetry.metrics import Metrics
-from agentrl_env.session.observer import server_bug
+from agentrl_env.session.observer import as_wire_error
 from agentrl_env.types import SessionInfo, StepResult
 from agentrl_env.wire import (
     CALLS,
@@ -316,7 +316,7 @@ class Api:
         answers: list[bytes | WireError] = []
         for outcome in await asyncio.gather(*openings, return_exceptions=True):
             if isinstance(outcome, Exception):
-                outcome = outcome if isinstance(outcome, WireError) else server_bug(outcome)
+                outcome = as_wire_error(outcome)
                 self.count(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from agentrl_env.errors import Forbidden, RateLimited, ServeError, StateUnavailable, Unauthorized
 from agentrl_env.server.limits import AGENT_TOKEN_S, Budget, Rates
-from agentrl_env.wire import Call
+from agentrl_env.wire import Call, is_header_value
 
 CLIENT_HEADER = "x-agentrl-client"
 """Request header with the name of a client."""
@@ -111,7 +111,7 @@ def is_weak(token: str) -> bool:
 
 def check_characters(token: str) -> None:
     """Raise ServeError if clients cannot send a token in a header."""
-    if not (token.isascii() and token.isprintable()) or token != token.strip():
+    if not is_header_value(token) or token != token.strip():
         raise ServeError(
             "the token has a character that is not allowed in an HTTP header, such as a letter with an "
             f"accent, a line break, or white space around it; make one with {NEW_TOKEN}"

@@ -32,7 +32,7 @@ from agentrl_env.server.api import Api, call_named, read
 from agentrl_env.server.auth import OPERATOR, Caller, caller
 from agentrl_env.server.limits import PAUSE_S, RECEIVE_S, SMALL_BYTES, Budget, Limits
 from agentrl_env.server.telemetry.tracing import under_caller
-from agentrl_env.session.observer import server_bug
+from agentrl_env.session.observer import as_wire_error
 from agentrl_env.wire import CANCEL, SOCKET_PROTOCOL, Frame
 
 logger = logging.getLogger("agentrl_env")
@@ -326,12 +326,10 @@ class CallSocket:
         try:
             result = await (work() if self._budget is None else self._budget.timed(work()))
             answer = f'{{"id":{_id_json(call_id)},"result":{result.decode()}}}'
-        except WireError as error:
-            await self._send_error(call_id, error)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):  # the process or the socket ends
             raise
         except BaseException as error:  # without an answer the client would wait until its timeout
-            await self._send_error(call_id, server_bug(error))
+            await self._send_error(call_id, as_wire_error(error))
         else:
             await self._send(answer)
 

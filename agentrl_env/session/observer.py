@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_env.author_code import author_frames
-from agentrl_env.errors import InternalError
+from agentrl_env.errors import InternalError, WireError
 
 if TYPE_CHECKING:
     from agentrl_env.session.session import Session
@@ -62,7 +62,9 @@ def log_failure(session: Session, what: str, error: BaseException) -> None:
     logger.warning(message, exc_info=author_frames(error), extra={"facts": facts})
 
 
-def server_bug(error: BaseException) -> InternalError:
-    """Log an unexpected exception with its traceback, and return the error for the caller."""
+def as_wire_error(error: BaseException) -> WireError:
+    """Return the error for a caller. An unexpected exception is a bug, and is logged with its traceback."""
+    if isinstance(error, WireError):
+        return error
     logger.error("a bug in the server", exc_info=error)
     return InternalError(f"a bug in the server: {type(error).__name__}")

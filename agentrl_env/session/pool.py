@@ -18,7 +18,7 @@ from agentrl_env.errors import NotSupported, ServerDraining, ServerFull, StepPen
 from agentrl_env.fast_wire import FastBatch, Step
 from agentrl_env.session import listing
 from agentrl_env.session.capacity import DRAINING, Capacity, check_limits
-from agentrl_env.session.observer import NO_OBSERVER, Observer, server_bug
+from agentrl_env.session.observer import NO_OBSERVER, Observer, as_wire_error
 from agentrl_env.session.session import MAX_BYTES, MESSAGE_LOOP_S, Session
 from agentrl_env.session.session_table import Entry, SessionTable, SessionWatcher
 from agentrl_env.session.single_flight import SingleFlight
@@ -482,7 +482,7 @@ class SessionPool:
             entry = self._table.find(step.session_id)
             submitted = entry.session.submit(step.message, step.seq)
         except Exception as error:
-            batch.answers[position] = error if isinstance(error, WireError) else server_bug(error)
+            batch.answers[position] = as_wire_error(error)
             return
         if isinstance(submitted, bytes):
             batch.answers[position] = submitted
@@ -498,10 +498,8 @@ class SessionPool:
         session = entry.session
         try:
             batch.answers[position] = session.outcome(task)
-        except WireError as error:
-            batch.answers[position] = error
         except BaseException as error:  # of the step's task, so it cannot be the end of the process
-            batch.answers[position] = server_bug(error)
+            batch.answers[position] = as_wire_error(error)
         finally:
             self._leave(session.session_id, entry)
             batch.finish_one()

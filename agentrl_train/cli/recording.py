@@ -80,8 +80,8 @@ async def record(
     a call, or with the server. Its rollout is a line of ``output``. The reward is null if none was posted.
 
     Raises:
-        ConfigError: the address can be reached from other machines, and there is no token, or clients cannot
-            send the token.
+        ConfigError: the address can be reached from other machines without a token, or the token cannot be
+            sent in a header.
     """
     if token and not (token.isascii() and token.isprintable()):
         raise ConfigError("AGENTRL_TOKEN has a character that is not allowed in an HTTP header: change it")

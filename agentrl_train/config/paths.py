@@ -112,8 +112,9 @@ def target(value: str, base: Path) -> str:
 
 def _missing(value: str, base: Path, *, kind: str = "") -> str:
     """Return the error for a missing path, with the one to write if it exists in the working directory."""
-    problem, here = f"there is no {kind}{absolute(value, base)}", Path(value).expanduser().absolute()
-    if here != absolute(value, base) and here.exists():
+    path, here = absolute(value, base), absolute(value, Path.cwd())
+    problem = f"there is no {kind}{path}"
+    if here != path and here.exists():
         return f"{problem}; paths are relative to the folder of the configuration, so write {here}"
     return problem
 

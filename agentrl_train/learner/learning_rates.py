@@ -48,7 +48,7 @@ def defaults_of(parameters: int, *, lora: bool) -> Defaults:
 
 
 def learning_rate_of(train: TrainSection, model: nn.Module) -> float:
-    """Return the peak learning rate of a model without adapters, with "auto" that of its size."""
+    """Return the peak learning rate. With "auto" it depends on the size of the model, without adapters."""
     if train.learning_rate != "auto":
         return train.learning_rate
     parameters = sum(value.numel() for value in model.parameters())

@@ -53,7 +53,7 @@ def has_adapter(folder: Path) -> bool:
 
 
 def adapter_base(folder: Path) -> str | None:
-    """Return the base model of the adapter in a folder, or None if there is no adapter.
+    """Return the base model of the adapter in a folder, or None if the folder has no adapter.
 
     Raises:
         ConfigError: the adapter names no base model.

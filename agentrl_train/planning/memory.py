@@ -71,7 +71,7 @@ def size_of(
     Args:
         model: the model.
         lora: adapters of the run.
-        remedy: adapters to count if the run has none. There are none if their targets match no layer.
+        remedy: adapters to count if the run has none. If their targets match no layer, 0 are counted.
 
     Raises:
         ValueError: no layer matches ``lora.targets``.

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 
-from agentrl_env.client.credentials import NOT_PRINTABLE, is_header_value, public_url
+from agentrl_env.client.credentials import NOT_PRINTABLE, public_url
+from agentrl_env.wire import is_header_value
 
 from .specification import ASPECTS, Specification
 
