@@ -180,7 +180,7 @@ bench: $(VENV)/.bench  ## figures, each beside a peer's and its ceiling
 paper: $(VENV)/.dev  ## the sweeps behind docs/evidence.md and their figures; resumable; ARGS=presets for one
 	$(BIN)/python -m tests.benchmarks.paper $(ARGS)
 
-paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M and three seeds: about eight hours; resumable
+paper-real: $(VENV)/.dev  ## the same with SmolLM2-135M and three seeds: about seven hours; resumable
 	$(BIN)/agentrl-train fetch smollm2-135m
 	$(BIN)/python -m tests.benchmarks.paper --real $(ARGS)
 

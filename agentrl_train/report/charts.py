@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +23,8 @@ MAX_TARGETS = 80
 MAX_MARKS = 24
 """Maximum number of rings of a line. More would cover it."""
 NUM_COLOURS = 8
+TITLE_CHARACTERS = 56
+"""Maximum number of characters in a line of a title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +92,13 @@ def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> s
 
     Args:
         chart: the result of ``line_chart``.
-        title: drawn above it.
+        title: drawn above it, in as many lines as it needs.
         names: name and colour of each line.
     """
     style = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
-    x, y, keys = LEFT, 40, []
+    lines = textwrap.wrap(title, TITLE_CHARACTERS)
+    words = "".join(f'<tspan x="12" y="{20 + 16 * i}">{escape(line)}</tspan>' for i, line in enumerate(lines))
+    x, y, keys = LEFT, 24 + 16 * len(lines), []
     for name, colour in names:
         width = 30 + 6.6 * len(name)
         if x + width > WIDTH and x > LEFT:
@@ -110,8 +115,8 @@ def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> s
         'font-family="system-ui, sans-serif">'
         f"<title>{escape(title)}</title><style>{style} .card {{ fill: var(--card); }} "
         ".title { fill: var(--ink); font-size: 13px; font-weight: 600; }</style>"
-        f'<rect class="card" width="100%" height="100%" rx="10"/><text class="title" x="12" y="20">'
-        f'{escape(title)}</text>{"".join(keys)}<g transform="translate(0 {y + 8})">{inside}</g></svg>\n'
+        f'<rect class="card" width="100%" height="100%" rx="10"/><text class="title">{words}</text>'
+        f'{"".join(keys)}<g transform="translate(0 {y + 8})">{inside}</g></svg>\n'
     )
 
 

@@ -1,7 +1,7 @@
 """Run the sweeps behind docs/evidence.md and write their figures: ``make paper``, or ``ARGS=NAME`` for one.
 
 The runs are in runs/paper. Finished runs are kept, so an interrupted command continues when it is repeated.
-``make paper-real`` runs the sweeps with a real language model, which take about eight hours. It skips the
+``make paper-real`` runs the sweeps with a real language model, which take about seven hours. It skips the
 seeds whose runs are in tests/benchmarks/paper/records. To train these too, delete that folder and runs/paper.
 """
 
@@ -41,16 +41,14 @@ TITLES = {
     "noise": "Two choices, one reward in five is wrong",
     "horizon": "Three doors, back to the first after a mistake",
     "multi_task": "Three tasks: one policy, and three specialists",
-    "starter_tasks": "Household, shop and database: one policy, and three specialists",
+    "starter_tasks": "Household, shop and database",
     "two_policies": "Four choices, two policies for two each",
     "cross_policy": "Two choices, with an older policy",
 }
 """Titles of the figures by sweep, in the order of the page."""
 REAL = {
-    "real_tasks": "SmolLM2-135M: one policy, and three specialists",
-    "real_ideas": "SmolLM2-135M: normalization, an older policy, LoRA",
-    "real_staleness": "SmolLM2-135M: groups up to four steps old",
-    "real_presets": "SmolLM2-135M: four algorithms",
+    "real_tasks": "SmolLM2-135M on household, textcraft and sql",
+    "real_settings": "SmolLM2-135M, one choice at a time",
 }
 """The same for sweeps with a language model of 135 million parameters."""
 POLICIES = 10

@@ -229,6 +229,20 @@ def test_figure_is_a_small_standalone_svg_file(found: dict[str, Any]) -> None:
     assert math.isfinite(float(root.attrib["viewBox"].split()[-1]))
 
 
+def test_long_title_of_a_figure_is_drawn_in_lines_above_the_chart(found: dict[str, Any]) -> None:
+    short, long = (
+        ElementTree.fromstring(figure(found, "held_out_success", title=title))
+        for title in ("Lock", "Household, shop and database: one policy, and three specialists: success")
+    )
+    title = long.find("{*}text[@class='title']")
+    assert title is not None
+    lines = title.findall("{*}tspan")
+    assert [line.attrib["y"] for line in lines] == ["20", "36"]
+    assert all(len(line.text or "") <= 56 for line in lines)
+    height, taller = (float(one.attrib["viewBox"].split()[-1]) for one in (short, long))
+    assert taller == height + 16
+
+
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
