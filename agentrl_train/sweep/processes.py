@@ -173,7 +173,14 @@ def _signals() -> Iterator[list[int]]:
 
 
 def last_error(run: PlannedRun, status: int) -> str:
-    """Return the last error in the log of a failed run, or else its last line."""
+    """Return why a run failed: the signal that killed it, or the last error or line in its log."""
+    if status == -signal.SIGKILL:
+        return (
+            "killed by SIGKILL, as the system does if memory runs out: repeat the sweep with fewer "
+            "processes, or lower train.micro_batch_tokens"
+        )
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
     try:
         text = run.log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -6,6 +6,7 @@ import pytest
 
 from agentrl_train.errors import ConfigError
 from agentrl_train.sweep.plan import load_sweep
+from agentrl_train.sweep.processes import last_error
 
 ROOT = Path(__file__).parents[3]
 BASE = f"""
@@ -50,6 +51,19 @@ def test_every_variant_has_a_run_for_every_seed(tmp_path: Path, monkeypatch: pyt
     assert slow.config.environments[0].serve == (str(ROOT / "environments/shop"),)
     assert sweep.runs[0].config.train.learning_rate == 1e-3
     assert sweep.baseline == "rloo"
+
+
+def test_error_of_a_failed_run_is_its_last_one_or_the_signal_that_killed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = load_sweep(write(tmp_path, GOOD), cores=2).runs[0]
+    assert last_error(run, 2) == "exit status 2"
+    run.log.parent.mkdir(parents=True)
+    run.log.write_text("agentrl-train: the port is in use\nstep 1/7\n")
+    assert last_error(run, 2) == "the port is in use"
+    assert last_error(run, -9).startswith("killed by SIGKILL, as the system does if memory runs out: repeat")
+    assert last_error(run, -11) == "killed by SIGSEGV"
 
 
 def test_settings_can_name_the_seed_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
