@@ -14,7 +14,7 @@ import torch
 from agentrl_train import advantage, loss
 from agentrl_train.config.loading import PRESETS
 from agentrl_train.critics.gae import gae
-from agentrl_train.report.charts import Series, line_chart, number_label, standalone
+from agentrl_train.report.charts import Panel, Series, line_chart, number_label, standalone
 
 FIGURES = Path(__file__).parent / "algorithms/figures"
 GROUP = 8
@@ -114,7 +114,7 @@ def _figure(
         Series(name=name, points=points, colour=number) for number, (name, points) in enumerate(lines.items())
     ]
     chart = line_chart(series, label=number_label, bottom=bottom, x_name=x_name)
-    return standalone(chart, title=title, names=[(line.name, line.colour) for line in series])
+    return standalone([Panel(chart=chart, names=[(line.name, line.colour) for line in series])], title=title)
 
 
 DRAWINGS = {"groups": groups, "ratios": ratios, "staleness": staleness, "credit": credit}

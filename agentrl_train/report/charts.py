@@ -87,19 +87,47 @@ def line_chart(
     )
 
 
-def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> str:
-    """Return a chart as a separate file, with title, legend and style.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A chart with its legend."""
+
+    chart: str
+    """The result of ``line_chart``."""
+    names: Sequence[tuple[str, int]]
+    """Name and colour of each line."""
+
+
+def standalone(panels: Sequence[Panel], *, title: str) -> str:
+    """Return charts, in two columns if there are several, as a separate file with title and style.
 
     Args:
-        chart: the result of ``line_chart``.
-        title: drawn above it, in as many lines as it needs.
-        names: name and colour of each line.
+        panels: the charts.
+        title: drawn above them, in as many lines as it needs.
     """
     style = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
-    lines = textwrap.wrap(title, TITLE_CHARACTERS)
+    columns = min(2, len(panels))
+    lines = textwrap.wrap(title, TITLE_CHARACTERS * columns)
     words = "".join(f'<tspan x="12" y="{20 + 16 * i}">{escape(line)}</tspan>' for i, line in enumerate(lines))
-    x, y, keys = LEFT, 24 + 16 * len(lines), []
-    for name, colour in names:
+    y, parts = 12 + 16 * len(lines), []
+    cells = [_panel(panel) for panel in panels]
+    for first in range(0, len(cells), columns):
+        row = cells[first : first + columns]
+        parts += [f'<g transform="translate({WIDTH * i} {y})">{part}</g>' for i, (part, _) in enumerate(row)]
+        y += max(height for _, height in row)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * columns} {y}" '
+        'font-family="system-ui, sans-serif">'
+        f"<title>{escape(title)}</title><style>{style} .card {{ fill: var(--card); }} "
+        ".title { fill: var(--ink); font-size: 13px; font-weight: 600; }</style>"
+        f'<rect class="card" width="100%" height="100%" rx="10"/><text class="title">{words}</text>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def _panel(panel: Panel) -> tuple[str, int]:
+    """Return a chart below its legend, and their height."""
+    x, y, keys = LEFT, 12, []
+    for name, colour in panel.names:
         width = 30 + 6.6 * len(name)
         if x + width > WIDTH and x > LEFT:
             x, y = LEFT, y + 17
@@ -109,15 +137,8 @@ def standalone(chart: str, *, title: str, names: Sequence[tuple[str, int]]) -> s
             f'<text class="tick" x="{x + 20}" y="{y}">{escape(name)}</text></g>'
         )
         x += round(width)
-    inside = re.sub(r'<circle class="hover".*?</circle>|^<svg[^>]*>|</svg>$', "", chart)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10 + HEIGHT}" '
-        'font-family="system-ui, sans-serif">'
-        f"<title>{escape(title)}</title><style>{style} .card {{ fill: var(--card); }} "
-        ".title { fill: var(--ink); font-size: 13px; font-weight: 600; }</style>"
-        f'<rect class="card" width="100%" height="100%" rx="10"/><text class="title">{words}</text>'
-        f'{"".join(keys)}<g transform="translate(0 {y + 8})">{inside}</g></svg>\n'
-    )
+    inside = re.sub(r'<circle class="hover".*?</circle>|^<svg[^>]*>|</svg>$', "", panel.chart)
+    return f'{"".join(keys)}<g transform="translate(0 {y + 8})">{inside}</g>', y + 10 + HEIGHT
 
 
 def interval_chart(before: Interval | None, after: Interval | None) -> str:

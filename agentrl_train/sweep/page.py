@@ -10,6 +10,7 @@ from agentrl_train.config.toml import literal
 from agentrl_train.report.charts import (
     NUM_COLOURS,
     Interval,
+    Panel,
     Series,
     interval_axis,
     interval_chart,
@@ -36,7 +37,7 @@ def render(results: Record) -> str:
 
 
 def figure(results: Record, curve: str, *, axis: str = "samples", title: str = "") -> str:
-    """Return one chart of all variants as an SVG file.
+    """Return a chart of all variants as an SVG file. Many variants are drawn one by one against the baseline.
 
     Args:
         results: content of a ``results.json``.
@@ -44,9 +45,17 @@ def figure(results: Record, curve: str, *, axis: str = "samples", title: str = "
         axis: "samples" or "steps".
         title: title of the figure, by default the title of the curve.
     """
-    series = _series(results["variants"], curve, axis)
-    chart = line_chart(series, label=_label(curve), top=_top(curve), x_name=AXES[axis])
-    return standalone(chart, title=title or CURVES[curve], names=[(one.name, one.colour) for one in series])
+    variants = _measured(results)
+    if len(variants) <= NUM_COLOURS:
+        shown = [_series(variants, curve, axis)]
+    else:
+        base = _named(results, results["baseline"])
+        shown = [_pair(one, base, curve, axis) for one in variants if one is not base]
+    panels = [
+        Panel(chart=_chart(series, curve, axis), names=[(one.name, one.colour) for one in series])
+        for series in shown
+    ]
+    return standalone(panels, title=title or CURVES[curve])
 
 
 def _header(results: Record) -> str:
@@ -142,7 +151,7 @@ def _tasks(results: Record) -> str:
 
 
 def _curves(results: Record) -> str:
-    variants = [one for one in results["variants"] if one["final"]["success"] is not None]
+    variants = _measured(results)
     if not variants:
         return ""
     if len(variants) <= NUM_COLOURS:
@@ -158,7 +167,7 @@ def _curves(results: Record) -> str:
 
 def _card(variants: Sequence[Record], curve: str, axis: str) -> str:
     series = _series(variants, curve, axis)
-    chart = line_chart(series, label=_label(curve), top=_top(curve), x_name=AXES[axis])
+    chart = _chart(series, curve, axis)
     if not chart:
         return ""
     keys = "".join(f'<span class="key c{one.colour}"><i></i>{escape(one.name)}</span>' for one in series)
@@ -167,9 +176,16 @@ def _card(variants: Sequence[Record], curve: str, axis: str) -> str:
 
 def _against(variant: Record, base: Record) -> str:
     curve = "held_out_success"
-    both = [*_series([base], curve, "samples", colour=7), *_series([variant], curve, "samples")]
-    chart = line_chart(both, label=_label(curve), top=_top(curve), x_name=AXES["samples"])
+    chart = _chart(_pair(variant, base, curve, "samples"), curve, "samples")
     return _figure(variant["name"], f"{CURVES[curve]}, {UNITS['samples']}", chart)
+
+
+def _pair(variant: Record, base: Record, curve: str, axis: str) -> list[Series]:
+    return [*_series([base], curve, axis, colour=7), *_series([variant], curve, axis)]
+
+
+def _chart(series: Sequence[Series], curve: str, axis: str) -> str:
+    return line_chart(series, label=_label(curve), top=_top(curve), x_name=AXES[axis])
 
 
 def _figure(title: str, unit: str, chart: str, *, legend: str = "") -> str:
@@ -232,6 +248,11 @@ def _settings(results: Record) -> str:
 
 def _all_runs(results: Record) -> list[Record]:
     return [run for variant in results["variants"] for run in variant["runs"]]
+
+
+def _measured(results: Record) -> list[Record]:
+    """Return the variants with a finished run."""
+    return [one for one in results["variants"] if one["final"]["success"] is not None]
 
 
 def _named(results: Record, name: str) -> Record:

@@ -216,6 +216,10 @@ def test_many_variants_are_drawn_one_by_one_against_the_baseline(
     page = render(found)
     assert page.count("<figure") == len(names) - 1
     assert all(f"<b>{name}</b>" in page for name in names[1:])
+    drawn = ElementTree.fromstring(figure(found, "held_out_success"))
+    labels = [label.text for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert labels.count("grpo") == len(names) - 1
+    assert all(labels.count(name) == 1 for name in names[1:])
 
 
 def test_figure_is_a_small_standalone_svg_file(found: dict[str, Any]) -> None:
