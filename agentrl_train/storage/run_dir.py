@@ -63,6 +63,8 @@ def claim_run_dir(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is running in {folder}: wait for it, or stop it") from None
+        if not started:  # the groups of an earlier start can be of another model
+            shutil.rmtree(folder / "journal", ignore_errors=True)
         changed = changes_since(folder / CONFIG) if started else {}
         for name, (old, now) in changed.items():
             if name.startswith(FIXED) or (name == CRITIC and now in BY_CRITIC):

@@ -266,6 +266,7 @@ class Run:
             if not await self._evaluate_step(0):
                 return Outcome(folder=self._folder, step=0, summary=None)
             await self._checkpoint(step=0)
+            await self._wait_for_checkpoint()  # no group can be resumed without it
         else:
             await self._repeat_evaluations(self._loop.window.steps)
         self._throughput.begin()

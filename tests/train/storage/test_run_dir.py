@@ -44,6 +44,18 @@ def test_run_without_checkpoint_can_be_restarted_under_same_name(tmp_path: Path)
         claim(tmp_path / "none", configured(), resume=True)
 
 
+def test_restarted_run_without_checkpoint_does_not_get_the_groups_of_the_first_start(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    (journal / "step_000000-1.bin").write_bytes(b"groups of another model")
+    claim(tmp_path, configured())
+    assert not journal.exists()
+    begun(tmp_path)
+    journal.mkdir()
+    claim(tmp_path, configured(), resume=True)
+    assert journal.exists()
+
+
 def test_existing_run_requires_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already contains a run"):
         claim(begun(tmp_path), configured())

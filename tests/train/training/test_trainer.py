@@ -77,6 +77,22 @@ def new_threads() -> NewThreads:
     }
 
 
+def test_run_whose_first_checkpoint_cannot_be_written_trains_no_step_and_can_be_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, **options: Any) -> int:
+        raise RunFolderError(f"The disk of {folder} is full; free some space, then continue with --resume.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl_train.training.run.save_checkpoint", full)
+        with pytest.raises(RunFolderError, match="is full"):
+            make(steps=1).train()
+    trainer = make(steps=1, resume=True)
+    assert not (trainer.folder / "metrics.jsonl").exists()
+    trainer.train()
+    assert [line["step"] for line in logged(trainer)] == [1]
+
+
 def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads: NewThreads) -> None:
     trainer = make(settings={"rollout.group_size": 4})  # some siblings of each step have different rewards
     steps = list(trainer)
