@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl_env.errors import AUTHOR_ERRORS
 from agentrl_train import advantage, loss, reward
 from agentrl_train.advantage import Values
 from agentrl_train.config import AlgorithmSection, RewardSection
@@ -148,7 +149,7 @@ def checked(key: str, choice: Function, functions: Functions) -> Callable[..., A
     def call(*arguments: Any) -> Any:
         try:
             value = function(*arguments)
-        except Exception as error:  # the code of a user raises anything
+        except AUTHOR_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
             raise ConfigError(f"{name} failed: {described(error, function)}") from error

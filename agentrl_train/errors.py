@@ -22,7 +22,10 @@ TrainError
 Every message is one sentence that says how to fix the problem.
 """
 
+import asyncio
+
 from agentrl_env.errors import (
+    AUTHOR_ERRORS,
     CallTimeout,
     ServerDraining,
     ServerFull,
@@ -32,6 +35,16 @@ from agentrl_env.errors import (
     StateUnavailable,
     UnknownSession,
 )
+
+USER_ERRORS = (*AUTHOR_ERRORS, asyncio.CancelledError)
+"""Exceptions that an async function of a user can raise."""
+
+
+def raise_own_cancellation(error: BaseException) -> None:
+    """Raise a cancellation of the current task again. Other errors are the user's, also a cancellation."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from agentrl_env.author_code import describe
+from agentrl_env.errors import AUTHOR_ERRORS
 from agentrl_train.config.paths import FUNCTION, target
 from agentrl_train.config.section import Table
 from agentrl_train.errors import ConfigError
@@ -161,7 +162,7 @@ def imported(name: str) -> Any:
     source, _, function = name.rpartition(":")
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # the code of a user raises anything
+    except AUTHOR_ERRORS as error:
         raise ConfigError(f"the function {name} cannot be imported: {described(error)}") from error
     try:
         return attrgetter(function)(module)
@@ -172,7 +173,7 @@ def imported(name: str) -> Any:
         raise ConfigError(f"{source} has no function {function!r}; {choice}") from error
 
 
-def described(error: Exception, function: Callable[..., Any] | None = None) -> str:
+def described(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """Describe an error with the file and line in the user's code that raised it, or of the function."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename.startswith(_PACKAGE):

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from agentrl_env.types import TaskSample
 from agentrl_train.chat import ChatFormat
-from agentrl_train.errors import ProgramFailed
+from agentrl_train.errors import USER_ERRORS, ProgramFailed, raise_own_cancellation
 from agentrl_train.gateway.server import Gateway, Reward, Session
 from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajectory, succeeded
 
@@ -239,10 +239,8 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
             return await function(base_url, sample)
         given = await asyncio.to_thread(function, base_url, sample)
         return await given if inspect.isawaitable(given) else given  # the object can have an async __call__
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the run cancelled the episode; otherwise the program leaked its own cancellation
+    except USER_ERRORS as error:
+        raise_own_cancellation(error)
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ProgramFailed(
             f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentrl_train.config.functions import described
-from agentrl_train.errors import RewardUnavailable
+from agentrl_train.errors import USER_ERRORS, RewardUnavailable, raise_own_cancellation
 from agentrl_train.reward.combining import Combination, weighted
 from agentrl_train.types import EpisodeEnd, Trajectory
 
@@ -85,12 +85,14 @@ class Rewards:
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Return an episode with its scores. If a score is missing, return a failed episode."""
         scores, name = {ENVIRONMENT: trajectory.reward}, ""
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with limit:
                 for name, function in self._functions.items():
                     scores |= named(name, await _value(function, trajectory))
-        except Exception as error:  # the code of a user raises anything
-            late = isinstance(error, TimeoutError)
+        except USER_ERRORS as error:
+            raise_own_cancellation(error)
+            late = limit.expired()
             reason = f"no score within {self._timeout_s:g} s" if late else described(error)
             missing = f"reward {name!r}: {reason}"[:MAX_REASON]
             return replace(trajectory, end=EpisodeEnd.FAILED_REWARD, error=missing)

@@ -314,6 +314,10 @@ class _Thread(Generic[T]):
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
 
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Make a call when the result is known, even if the event loop broke."""
+        self._result.add_done_callback(lambda result: call())
+
     def join(self) -> None:
         """Wait until the thread has ended."""
         self._thread.join()
@@ -361,6 +365,7 @@ class _Playing(Observer):
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._current: _Question | None = None
         self._thread = _Thread(partial(self._train, config, resume=resume, given=given))
+        self._thread.when_ended(lambda: self._questions.put(None))
 
     def question(self) -> _Question | None:
         """Wait for the next question of the run; None once it has ended."""
@@ -415,7 +420,6 @@ class _Playing(Observer):
             return await train(config, resume=resume, given=given, observer=self)
         finally:
             self._run = None
-            self._questions.put(None)
 
     def started(self, run: Run) -> None:
         """Keep the run, to call it between steps."""

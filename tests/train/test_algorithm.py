@@ -354,6 +354,7 @@ LEAKY = "return -ratios * tokens.advantages"
             "must return a finite number, .* returned str: high",
         ),
         ("baseline", "def own(siblings): return siblings.returns[:1]", r"ndarray of shape \[1\]"),
+        ("baseline", "def own(siblings): raise SystemExit(3)", r"failed: SystemExit: 3 \(.*mine\.py:1"),
         ("scale", "def own(siblings): return 0.0", "must return a number above 0; it returned float: 0.0"),
         ("credit", "def own(group, shaped): return shaped", "a list of Comparison; it returned Shaped"),
     ],

@@ -86,6 +86,34 @@ async def test_value_that_is_not_a_number_fails_the_episode(value: object) -> No
     assert str(found.error).startswith("reward 'broken':")
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (TimeoutError("the socket timed out"), "TimeoutError: the socket timed out"),
+    ],
+)
+async def test_error_of_any_kind_in_a_function_fails_the_episode(error: BaseException, reason: str) -> None:
+    async def broken(trajectory):
+        raise error
+
+    found = await rewards(broken).score(episode(Message.assistant("x")))
+    assert found.end is EpisodeEnd.FAILED_REWARD
+    assert str(found.error).startswith(f"reward 'broken': {reason}")
+
+
+async def test_cancellation_of_an_episode_is_not_a_failure_of_its_reward_function() -> None:
+    async def slow(trajectory):
+        await asyncio.sleep(3600)
+
+    scoring = asyncio.create_task(rewards(slow).score(episode(Message.assistant("x"))))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
 async def test_function_that_takes_too_long_fails_the_episode() -> None:
     async def slow(trajectory):
         await asyncio.sleep(3600)

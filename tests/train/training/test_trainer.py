@@ -93,6 +93,24 @@ def test_run_whose_first_checkpoint_cannot_be_written_trains_no_step_and_can_be_
     assert [line["step"] for line in logged(trainer)] == [1]
 
 
+def test_trainer_returns_if_system_exit_breaks_the_event_loop_of_the_run(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave(after_s: float) -> None:
+        try:
+            await asyncio.sleep(after_s)
+        finally:
+            raise SystemExit(3)
+
+    async def train(*arguments: object, **options: object) -> None:
+        leaving = [asyncio.create_task(leave(after_s)) for after_s in (0, 60)]
+        await asyncio.gather(*leaving)
+
+    monkeypatch.setattr("agentrl_train.training.compose.train", train)
+    with pytest.raises(SystemExit):
+        make().train()
+
+
 def test_loop_yields_trained_steps_and_closes_everything(make: Make, new_threads: NewThreads) -> None:
     trainer = make(settings={"rollout.group_size": 4})  # some siblings of each step have different rewards
     steps = list(trainer)
