@@ -38,6 +38,8 @@ class RewardSection(Section):
         names = [one.title for one in self.functions]
         if double := next((name for name in names if names.count(name) > 1), None):
             return [f"two functions have the name {double!r}, and scores are kept by name: rename one"]
+        if "environment" in names:
+            return ["a function has the name 'environment', the score of the environment itself: rename it"]
         known = {"environment", *names}
         return [
             f"{key} names {name!r}, which is not a score: the scores are {', '.join(sorted(known))}"

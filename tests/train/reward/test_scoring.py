@@ -213,6 +213,7 @@ def test_functions_of_a_run_are_found_by_path(tmp_path: Path) -> None:
         ('reward.functions=["brief"]', "is no function such as"),
         ('reward.functions=["gone.py:brief"]', "reward.functions.0: there is no"),
         ('reward.functions=["a:brief", "b:brief"]', "two functions have the name 'brief'"),
+        ('reward.functions=["a:environment"]', "has the name 'environment', the score of the environment"),
         ("reward.weights={polite = 2.0}", "weights names 'polite', which is not a score"),
         ("reward.combine=best", "is none of weighted"),
     ],
