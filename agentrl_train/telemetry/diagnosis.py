@@ -88,7 +88,8 @@ class Diagnosis:
         groups, idle = step.groups, self._counts["idle"] + 1
         self._recent.append(groups)
         self._metrics.append(metrics)
-        self._warn("idle", None if metrics.get("loss_tokens") else no_signal_warning(groups, steps=idle))
+        learned = metrics.get("loss_tokens") or metrics.get("skipped_steps")  # a skipped step has its own
+        self._warn("idle", None if learned else no_signal_warning(groups, steps=idle))
         with_tools = [group for group in groups if group.task not in self._without_tools]
         self._warn("no calls", no_calls_warning(with_tools, chat=self._chat))
         for task, warning in cut_turns_warnings(groups).items():
@@ -140,6 +141,11 @@ def no_signal_warning(groups: Sequence[TrajectoryGroup], *, steps: int) -> str:
     rewards = {round(episode.reward, 6) for episode in episodes}
     values = f"all are {min(rewards):g}" if len(rewards) == 1 else f"{len(rewards)} different values"
     when = "this step" if steps == 1 else f"{steps} consecutive steps"
+    if any(len({one.reward for one in group.trajectories}) > 1 for group in groups):
+        return (
+            f"no learning signal in {when}, although rewards differ within groups: algorithm.leave_out omits "
+            "the episodes, or algorithm.penalties or functions of your own make their advantages equal"
+        )
     sentences = [
         f"no learning signal in {when}: within each group all episodes have the same reward ({values})",
     ]

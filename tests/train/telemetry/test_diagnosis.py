@@ -71,6 +71,19 @@ def test_repeated_problem_is_logged_less_and_less_often(caplog: pytest.LogCaptur
     assert len(caplog.records) == 4
 
 
+def test_skipped_step_is_not_reported_as_a_step_without_signal(caplog: pytest.LogCaptureFixture) -> None:
+    diagnosis = Diagnosis(
+        ChatFormat(make_tokenizer()),
+        algorithm=AlgorithmSection(),
+        train=TrainSection(),
+        without_tools={"shop"},
+    )
+    diagnosis.examine(Step(groups=[DIFFER]), {"skipped_steps": 1.0})
+    assert not caplog.records
+    diagnosis.examine(Step(groups=[DIFFER]), {})
+    assert "no learning signal" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("algorithm", "train", "age", "words"),
     [

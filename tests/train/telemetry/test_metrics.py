@@ -310,6 +310,14 @@ def test_step_without_signal_has_warning_with_causes() -> None:
     assert "100% of the episodes were cut off by engine.max_context: raise it" in full
 
 
+def test_step_whose_episodes_are_all_omitted_has_warning_with_the_settings_that_omit_them() -> None:
+    episodes = [make_trajectory(reward=reward) for reward in (0.0, 1.0)]
+    group = TrajectoryGroup(group_id=0, task="shop", trajectories=episodes, admitted_version=0)
+    warning = no_signal_warning([group], steps=2)
+    assert warning.startswith("no learning signal in 2 consecutive steps, although rewards differ")
+    assert "algorithm.leave_out" in warning
+
+
 def test_warning_about_a_run_without_progress_names_valid_calls() -> None:
     one = make_trajectory(reward=0.0)
     broken = replace(one, turns=[replace(one.turns[0], invalid_calls=1)])
