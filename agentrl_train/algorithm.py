@@ -17,6 +17,7 @@ from agentrl_train.config.functions import Function, Own, described
 from agentrl_train.errors import ConfigError, ran_out_of_memory
 from agentrl_train.loss import Objective
 from agentrl_train.reward import combining
+from agentrl_train.reward.scoring import MAX_SCORE
 from agentrl_train.types import Trajectory, TrajectoryGroup
 
 Advantages = Callable[[Sequence[TrajectoryGroup]], "list[list[Values | None]]"]
@@ -33,8 +34,23 @@ def _positive(value: Any, siblings: advantage.Siblings) -> bool:
     return np.shape(value) == () and 0.0 < float(value) < np.inf
 
 
-def _comparisons(value: Any, *arguments: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(one, advantage.Comparison) for one in value)
+def _comparisons(value: Any, group: TrajectoryGroup, shaped: advantage.Shaped) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(one, advantage.Comparison)
+        and np.shape(one.returns) == (len(one.trajectories),)
+        and bool(np.isfinite(one.returns).all())
+        and len(one.turns) == len(one.trajectories)
+        and all(
+            0 <= number < len(shaped.rewards)
+            and (isinstance(turn, slice) or 0 <= turn < len(shaped.rewards[number]))
+            for number, turn in zip(one.trajectories, one.turns, strict=True)
+        )
+        for one in value
+    )
+
+
+def _true_or_false(value: Any, trajectory: Trajectory) -> bool:
+    return np.shape(value) == () and value in (0, 1)  # a text would always be true, and None never
 
 
 def _of_tokens(value: Any, *arguments: Any) -> bool:
@@ -48,14 +64,17 @@ def _losses(value: Any, *arguments: Any) -> bool:
 
 def _rewards(value: Any, scores: Mapping[str, Values], weights: Any) -> bool:
     number = len(next(iter(scores.values())))
-    return np.shape(value) == (number,) and bool(np.isfinite(value).all())
+    return np.shape(value) == (number,) and bool((np.abs(value) <= MAX_SCORE).all())
 
 
 RETURNS: Mapping[str, tuple[str, Callable[..., bool]]] = {
-    "algorithm.credit": ("a list of Comparison", _comparisons),
+    "algorithm.credit": (
+        "a list of Comparison, each with a finite return and existing turns for each of its trajectories",
+        _comparisons,
+    ),
     "algorithm.baseline": ("a finite number, or one for each return", _number_or_row),
     "algorithm.scale": ("a number above 0", _positive),
-    "algorithm.leave_out": ("true or false", lambda value, *arguments: np.shape(value) == ()),
+    "algorithm.leave_out": ("true or false", _true_or_false),
     "algorithm.anchor": ("a tensor with a log-probability for each token", _of_tokens),
     "algorithm.ratio": ("a tensor with a ratio for each token", _of_tokens),
     "algorithm.region": (
@@ -63,7 +82,7 @@ RETURNS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         _losses,
     ),
     "algorithm.correction": ("a tensor with a weight for each token", _of_tokens),
-    "reward.combine": ("a finite number for each episode", _rewards),
+    "reward.combine": (f"a finite number for each episode, at most {MAX_SCORE:g}", _rewards),
 }
 """Key -> what its function must return, and the check of a value with the arguments of the function."""
 

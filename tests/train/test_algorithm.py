@@ -329,6 +329,9 @@ def test_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
         imported(f"{tmp_path}/broken.py:gone")
 
 
+COMPARE = """from agentrl_train.advantage import Comparison
+def compared(*fields): return Comparison(**dict(zip(("returns", "trajectories", "turns"), fields)))
+def own(group, shaped): return [compared("""
 LEAKY = "return -ratios * tokens.advantages"
 
 
@@ -356,7 +359,11 @@ LEAKY = "return -ratios * tokens.advantages"
         ("baseline", "def own(siblings): return siblings.returns[:1]", r"ndarray of shape \[1\]"),
         ("baseline", "def own(siblings): raise SystemExit(3)", r"failed: SystemExit: 3 \(.*mine\.py:1"),
         ("scale", "def own(siblings): return 0.0", "must return a number above 0; it returned float: 0.0"),
-        ("credit", "def own(group, shaped): return shaped", "a list of Comparison; it returned Shaped"),
+        ("credit", "def own(group, shaped): return shaped", "a list of Comparison, .* it returned Shaped"),
+        ("credit", f"{COMPARE}shaped.returns, range(3), [9] * 3)]", "existing turns .* returned list"),
+        ("credit", f"{COMPARE}shaped.returns, range(1, 4), [0] * 3)]", "its trajectories; it returned list"),
+        ("credit", f"{COMPARE}shaped.returns, [0], [slice(None)])]", "its trajectories; it returned list"),
+        ("credit", f"{COMPARE}shaped.returns * float('nan'), range(3), [0] * 3)]", "a finite return .* list"),
     ],
 )
 def test_wrong_user_function_is_named_with_the_required_return_value(
@@ -395,6 +402,14 @@ def test_episodes_selected_by_a_function_are_omitted_after_counting_in_the_basel
     assert [None if turns is None else turns.tolist() for turns in found] == [[2.0], None, [-1.0]]
     assert "is none of truncated, void, repetitive" in refusal('algorithm.leave_out=["boring"]')
     assert "algorithm.leave_out.0: there is no" in refusal('algorithm.leave_out=["gone.py:boring"]')
+
+
+@pytest.mark.parametrize("value", ["'no'", "None", "[True]"])
+def test_function_that_omits_episodes_must_return_true_or_false(tmp_path: Path, value: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def own(trajectory): return {value}\n")
+    algorithm = plain_config(f'algorithm.leave_out=["{tmp_path}/mine.py:own"]').algorithm
+    with pytest.raises(ConfigError, match=r"mine\.py:own' must return true or false; it returned"):
+        advantage_function(algorithm, max_context=512)([rewarded([1.0], [0.0])])
 
 
 def test_user_method_takes_less_than_30_lines_and_trains() -> None:

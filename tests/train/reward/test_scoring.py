@@ -207,6 +207,16 @@ def test_functions_of_a_run_are_found_by_path(tmp_path: Path) -> None:
         reward_functions(gone.reward)
 
 
+async def test_combination_that_is_too_large_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def own(scores, weights): return 1e300 * scores['exact']\n")
+    functions = f'reward.functions=["{__file__}:exact"]'
+    made = reward_functions(plain_config(functions, f"reward.combine={tmp_path}/mine.py:own").reward)
+    assert made is not None
+    scored = await made.score(episode(Message.assistant("42"), gold="42"))
+    with pytest.raises(ConfigError, match=r"must return a finite number for each episode, at most 1e\+12"):
+        made.combined([scored], version=0)
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
