@@ -402,8 +402,9 @@ class WorkWindow:
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
         taken. Those that ``state()`` does not count as trained are finished again (``self.finished``). All
         other started groups are admitted again, with their old id and sample, before new samples. Groups
-        dropped since ``state()`` are also retried. Only the groups after them can then exceed the staleness
-        bound, by one step for every P retried groups.
+        dropped since ``state()`` are also retried, and groups of tasks that the run no longer has are
+        dropped. Only the groups after them can then exceed the staleness bound, by one step for every P
+        retried groups.
 
         Raises ``ValueError`` if a finished group is missing or ``groups_per_step`` changed.
         """
@@ -420,7 +421,8 @@ class WorkWindow:
             self._trained_ahead = set(state["trained_ahead"])
             names = {one.name for one in fields(AdmittedGroup)}  # older runs saved more
             unfinished = [AdmittedGroup(**{name: one[name] for name in names}) for one in state["unfinished"]]
-            self._waiting = {one.group_id: one for one in unfinished}
+            self._waiting = {one.group_id: one for one in unfinished if one.task in self.mixer.weights}
+            self._dropped += len(unfinished) - len(self._waiting)
             self.mixer.restore(state["mixer"])
         saved = set(finished)
         known = self._waiting.keys() | set(state["finished"] if state is not None else ())

@@ -239,6 +239,19 @@ def test_groups_in_flight_are_readmitted_first_with_their_id():
     ]
 
 
+def test_unfinished_groups_of_a_task_that_the_resumed_run_does_not_have_are_replaced():
+    window = make_window(2, 1, 1)
+    groups = admit_all(window)
+    (lost,) = {group.task for group in groups[1:]} - {groups[0].task} or {groups[0].task}
+    kept = [source for source in SOURCES if source.task != lost]
+    resumed = WorkWindow(Mixer(kept, seed=1), groups_per_step=2, max_staleness=1)
+    resumed.restore(window.state())
+    again = admit_all(resumed)
+    assert len(again) == len(groups)
+    assert {group.task for group in again} == {source.task for source in kept}
+    assert resumed.dropped == sum(group.task == lost for group in groups)
+
+
 def test_batch_in_training_at_snapshot_counts_as_untrained():
     window = make_window(1, 0, 1)
     admit_all(window)
