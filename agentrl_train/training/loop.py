@@ -197,6 +197,7 @@ class Loop:
     async def _next_groups(self) -> list[TrajectoryGroup] | None:
         """Admit groups until a full step is finished; None if the run is over first."""
         while True:
+            self._raise_broken()  # first: a group can also have failed while the last step was trained
             self.admit()
             if (ids := self.window.take()) is not None:
                 self.admit()
@@ -205,7 +206,6 @@ class Loop:
                 return None
             self._changed.clear()
             await self._wait()
-            self._raise_broken()
 
     async def _wait(self) -> None:
         limit = min(self._stall_timeout_s, max(0.0, self._deadline - time.monotonic()))
@@ -248,6 +248,7 @@ class Loop:
             self._dropped_tokens += sum(t.num_sampled_tokens for t in group.trajectories)
             self._drop(admitted, failures)
             return
+        self._failed_in_a_row[group.task] = 0
         replacing = self._dynamic_sampling
         if (
             replacing is not None
@@ -271,7 +272,6 @@ class Loop:
         # Locked: no checkpoint may be taken between the journal and ``_finished``.
         async with self._journaling:
             await asyncio.to_thread(self._journal.append, group)
-            self._failed_in_a_row[group.task] = 0
             self._finished[group.group_id] = group
             self.window.finish(group.group_id)
 

@@ -289,6 +289,37 @@ async def test_actor_exception_propagates(tmp_path: Path) -> None:
         await play(make_loop(tmp_path, FakeActor(delay=bug)), Recorder())
 
 
+async def test_exception_while_a_step_is_trained_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    training = asyncio.Event()
+
+    class Broken(FakeActor):
+        async def group(self, episode_: Episode, **options: Any) -> tuple[TrajectoryGroup, list[Trajectory]]:
+            if options["group_id"] == 5:
+                await training.wait()
+                raise KeyError("a bug")
+            return await super().group(episode_, **options)
+
+    async def train(step: Step) -> None:
+        training.set()
+        await asyncio.sleep(0.1)
+
+    with pytest.raises(KeyError, match="a bug"):
+        await play(make_loop(tmp_path, Broken(), steps=2, stall_s=1.0), train)
+
+
+async def test_failures_between_groups_without_signal_are_not_consecutive(tmp_path: Path) -> None:
+    actor, recorder = FakeActor(survivors=lambda group_id: 2 * (group_id % 4 & 2)), Recorder()
+    loop = make_loop(
+        tmp_path,
+        actor,
+        steps=1,
+        staleness=0,
+        dynamic_sampling=DynamicSampling(has_signal=lambda group: group.group_id > 40, most=100),
+    )
+    await play(loop, recorder)
+    assert len(recorder.group_ids) == 3
+
+
 async def test_stop_finishes_current_step_and_keeps_finished_groups(tmp_path: Path) -> None:
     recorder = Recorder()
     loop = make_loop(tmp_path, FakeActor(), steps=1000)
