@@ -17,9 +17,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import copy_context
 from pathlib import Path
 from typing import IO, Any
 
@@ -237,7 +239,7 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await function(base_url, sample)
-        given = await asyncio.to_thread(function, base_url, sample)
+        given = await _on_thread(function, base_url, sample)
         return await given if inspect.isawaitable(given) else given  # the object can have an async __call__
     except USER_ERRORS as error:
         raise_own_cancellation(error)
@@ -245,6 +247,35 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
         raise ProgramFailed(
             f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
         ) from error
+
+
+async def _on_thread(function: Function, base_url: str, sample: TaskSample) -> Any:
+    """Return the value of a blocking function, which runs on its own thread.
+
+    The event loop has only a few threads. Programs on these threads would wait for the engine, which needs
+    one of them. The thread is a daemon, so that a function that never returns cannot keep the run alive.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((value, error))
+
+    def run() -> None:
+        value, raised = None, None
+        try:
+            value = function(base_url, sample)
+        except BaseException as error:
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the run has ended
+            loop.call_soon_threadsafe(deliver, value, raised)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="agent-program", daemon=True).start()
+    value, raised = await outcome
+    if raised is not None:
+        raise raised
+    return value
 
 
 def _reason_without_answer(session: Session, *, limit_s: float | None) -> str:

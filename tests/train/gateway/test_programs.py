@@ -3,7 +3,9 @@
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,37 @@ async def test_time_limit_lets_the_turn_in_progress_end() -> None:
     assert (trajectory.end, trajectory.reward) == (EpisodeEnd.TRUNCATED_TIME, 0.0)
     assert len(trajectory.turns) == len(engine.calls) == 1
     assert set(refused) <= {410}
+
+
+async def test_blocking_programs_leave_the_threads_of_the_event_loop_to_the_engine() -> None:
+    """The grammar of a constrained answer is compiled on a thread of the event loop."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+
+    def constrained(base_url: str, sample: TaskSample) -> float:
+        body = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_object"}}
+        with httpx.Client(base_url=base_url, trust_env=False, timeout=8.0) as client:
+            client.post("/chat/completions", json=body).raise_for_status()
+        return 1.0
+
+    assert (await play(constrained, limit_s=8.0)).reward == 1.0
+
+
+async def test_blocking_program_that_never_returns_occupies_no_thread_of_another() -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+    released, threads = threading.Event(), []
+
+    def stuck(base_url: str, sample: TaskSample) -> float:
+        threads.append(threading.current_thread())
+        asyncio.run(ask(base_url))
+        released.wait()
+        return 1.0
+
+    assert (await play(stuck, limit_s=2.0)).end is EpisodeEnd.TRUNCATED_TIME
+    try:
+        assert (await play(right_blocking, limit_s=8.0)).reward == 1.0
+        assert all(thread.daemon for thread in threads)  # the process can exit
+    finally:
+        released.set()
 
 
 async def test_group_of_programs_keeps_the_lengths_of_its_episodes() -> None:
