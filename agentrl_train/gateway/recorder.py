@@ -358,8 +358,10 @@ class Recorder:
         """Return the tokens up to a stop text and the text before it, or None if there is no stop text.
 
         The shorter completion is equal to one of an engine that stops there, with the same log-probabilities.
+        The stop token is not searched, because it ends the answer without a cut.
         """
-        ids = list(completion.token_ids)
+        stopped = completion.finish_reason == "stop"
+        ids = list(completion.token_ids[:-1] if stopped else completion.token_ids)
         if not any(text in self._chat.text(ids) for text in stop):
             return completion, None
         low, high = 1, len(ids)

@@ -227,6 +227,20 @@ def test_reward_belongs_to_the_newest_turn() -> None:
     assert [turn.reward for turn in recorder.rollout()[0]] == [0.5, 1.25]
 
 
+def test_stop_token_in_the_stop_texts_of_a_request_is_the_usual_end_of_an_answer() -> None:
+    """Many clients list the stop token of their model among the stop texts."""
+    recorder, ask = Recorder(CHAT), [user("go")]
+    stop_token = CHAT.text(CHAT.stop_token_ids[:1])
+    call, _ = recorder.begin(ask)
+    recorder.finish(call, completion_of(CHAT, "one"), stop=[stop_token])
+    assert (call.message.content, call.cut) == ("one", False)
+    say(recorder, [*ask, call.message, user("go on")], "two", tools=())
+    (first, second), _ = recorder.rollout()
+    assert first.completion.finish_reason == "stop"
+    reply = CHAT.reply_text([user("go on")], after=call.message)
+    assert stop_token + CHAT.text(second.prompt_ids) == reply
+
+
 def test_stop_text_cuts_the_answer_after_the_token_that_completes_it() -> None:
     recorder = Recorder(CHAT)
     call, _ = recorder.begin([user("go")])
