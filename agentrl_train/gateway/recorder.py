@@ -392,9 +392,12 @@ class Recorder:
 
 
 def _value(arguments: str) -> str:
-    """Return the canonical text of arguments, which is the same for equal values."""
+    """Return the canonical text of arguments, which is the same for equal values.
+
+    All numbers are floats, because clients in JavaScript return 1.0 as 1 and round large integers.
+    """
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(json.loads(arguments, parse_int=float), sort_keys=True)
     except (ValueError, RecursionError):
         return " ".join(arguments.split())
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_env.types import FunctionSpec, Message, ToolCall, ToolSpec
+from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.types import Completion, Segment, Turn
@@ -102,6 +102,19 @@ def test_answer_that_the_client_writes_differently_is_still_the_same(changed: di
     given_back = first.message.model_copy(update=changed)
     second = say(recorder, [user("go"), given_back, result(first, "1")], "done")
     assert second.context[: len(first.tokens)] == first.tokens
+    assert len(recorder.rollout()[1]) == 1
+
+
+def test_numbers_that_a_client_in_javascript_rewrites_are_still_the_same() -> None:
+    recorder = Recorder(CHAT)
+    written = '{"n": 1.0, "many": [12345678901234567890, 1e3]}'
+    first = say(
+        recorder, [user("go")], f'<tool_call>\n{{"name": "down", "arguments": {written}}}\n</tool_call>'
+    )
+    (call,) = first.message.tool_calls or ()
+    returned = '{"n":1,"many":[12345678901234567000,1000]}'
+    parsed = call.model_copy(update={"function": FunctionCall(name="down", arguments=returned)})
+    say(recorder, [user("go"), Message.assistant(None, parsed), result(first, "1")], "done")
     assert len(recorder.rollout()[1]) == 1
 
 
