@@ -223,10 +223,11 @@ def called(name: Any, arguments: Any, text: str, call_id: Any = "") -> ParsedCal
             value = {}
         if not (isinstance(name, str) and name.strip() and isinstance(value, Mapping)):
             return unreadable(text)
+        plain = isinstance(arguments, str) and "\\ud" not in arguments.lower()
         return ParsedCall(
             without_surrogates(name.strip()),
-            arguments if isinstance(arguments, str) else json_text(value),
-            call_id if isinstance(call_id, str) else "",
+            arguments if plain else json_text(value),
+            without_surrogates(call_id) if isinstance(call_id, str) else "",
         )
     except (ValueError, RecursionError):  # ValueError: not JSON, or a number that JSON cannot represent
         return unreadable(text)

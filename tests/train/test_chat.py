@@ -126,11 +126,13 @@ def test_template_without_eos_after_turn_is_rejected() -> None:
         ChatFormat(tokenizer)
 
 
-def test_lone_surrogate_in_call_is_replaced() -> None:
-    text = r'<tool_call>{"name": "\ud83d", "arguments": {"a": "\ud83d"}}</tool_call>'
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud83d"}', r'"{\"a\": \"\\uD83D\"}"'], ids=["object", "text"])
+def test_lone_surrogate_in_call_is_replaced(arguments: str) -> None:
+    text = rf'<tool_call>{{"name": "\ud83d", "id": "\ud83d", "arguments": {arguments}}}</tool_call>'
     parsed, _, _ = CHAT.parse(CHAT.tokenizer(text, add_special_tokens=False).input_ids, turn=1)
-    assert parsed.tool_calls is not None
-    assert parsed.tool_calls[0].function.name == "?"
+    (call,) = parsed.tool_calls or ()
+    assert (call.function.name, call.id) == ("?", "?")
+    assert json.loads(call.function.arguments) == {"a": "?"}
     assert parsed.model_dump_json()
 
 

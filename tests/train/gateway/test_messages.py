@@ -191,6 +191,15 @@ async def test_arguments_that_are_not_an_object_are_passed_on_and_recognized() -
     assert (len(turns), len(segments)) == (2, 1), first
 
 
+async def test_arguments_with_half_of_a_surrogate_pair_are_answered() -> None:
+    text = r"""<tool_call>
+{"name": "down", "arguments": "{\"far\": \"\\ud83d\"}"}
+</tool_call>"""
+    async with opened(ScriptedEngine(CHAT, always(Message.assistant(text)))) as (client, *_):
+        (use,) = (await ask(client, HELLO, tools=[TOOL]))["content"]
+    assert use["input"] == {"far": "?"}
+
+
 async def test_base_url_can_end_in_v1_and_the_key_can_be_in_its_own_header() -> None:
     async with opened(ScriptedEngine(CHAT, always(HI))) as (client, session, gateway):
         body = {"model": "any", "max_tokens": 9, "messages": [HELLO]}
