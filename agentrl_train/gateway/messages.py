@@ -52,6 +52,10 @@ class _Thinking(BaseModel):
     type: str
 
 
+class _Edits(BaseModel):
+    edits: list[dict[str, Any]] | None = None
+
+
 class _ToolUse(BaseModel):
     id: str
     name: str
@@ -76,7 +80,7 @@ class MessagesRequest(SamplingFields):
     stop_sequences: list[str] | None = None
     thinking: _Thinking | None = None
     output_config: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: _Edits | None = None
     stream: bool | None = None
 
     def check(self) -> None:
@@ -87,7 +91,7 @@ class MessagesRequest(SamplingFields):
                 "user message",
                 param="messages",
             )
-        for edit in (self.context_management or {}).get("edits") or ():
+        for edit in (self.context_management and self.context_management.edits) or ():
             if not str(edit.get("type")).startswith(CLEARED_THOUGHTS):
                 raise InvalidRequest(
                     f"an edit of the context of type {edit.get('type')!r} is not supported: shorten the "

@@ -145,6 +145,7 @@ async def test_stop_sequence_and_token_limit_are_the_reasons_to_stop() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "needs a 'schema'"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool_uses"),
+        ({"context_management": {"edits": ["clear_thinking_20251015"]}}, "context_management.edits.0: "),
         ({"mcp_servers": [{"url": "https://example.org"}]}, "mcp_servers"),
         ({"max_token": 8}, "'max_token'"),
     ],
