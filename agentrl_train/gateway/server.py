@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import re
 import socket
 import time
@@ -28,7 +27,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from secrets import token_urlsafe
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import uvicorn
 from pydantic import BaseModel, Field
@@ -40,12 +39,13 @@ from starlette.routing import Route
 
 from agentrl_env.server.embedded import EmbeddedServer, until_disconnected
 from agentrl_env.types import Message, ToolSpec
-from agentrl_train.actor import NO_TOKENS, TIME_DIGITS
+from agentrl_train.actor import MAX_TOKEN_CHARACTERS, NO_TOKENS, TIME_DIGITS
 from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, ConstraintError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway import messages as anthropic
-from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, Fields, SamplingFields
+from agentrl_train.gateway.bodies import parsed
+from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
 from agentrl_train.gateway.constraints import constraints_of, unsupported
 from agentrl_train.gateway.errors import (
     ContextTooLong,
@@ -61,7 +61,6 @@ from agentrl_train.gateway.messages import MessageAnswer, MessagesRequest
 from agentrl_train.gateway.recorder import Call, Recorder
 from agentrl_train.gateway.responses import ResponseAnswer, ResponseRequest
 from agentrl_train.tool_calls.grammars import Constraint
-from agentrl_train.tool_calls.turn import without_surrogates
 from agentrl_train.types import Sampler, Sampling
 
 logger = logging.getLogger(__name__)
@@ -77,9 +76,7 @@ AGENT_HEADER = "x-agentrl-agent"
 SHARED = "default"
 """Key of the session for calls without a key. It opens again after its end."""
 _BEARER = re.compile(r"^bearer ", re.IGNORECASE)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_Body = TypeVar("_Body", bound=BaseModel)
 _Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
@@ -158,6 +155,7 @@ class Session:
             await asyncio.sleep(NOTICE_S)
         agent = request.headers.get(AGENT_HEADER)
         self._raise_if_closed()
+        self._check_size(messages)
         with _refusals():
             call, _ = self.recorder.begin(
                 messages, tools, options=options, retried=retried, agent=agent, elapsed=self._elapsed()
@@ -181,6 +179,7 @@ class Session:
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
         """Return the number of tokens in front of an answer. Raises ``InvalidRequest``."""
+        self._check_size(messages)
         with _refusals():
             return self.recorder.count(messages, tools)
 
@@ -238,19 +237,34 @@ class Session:
         if self.closed:
             raise SessionClosed(f"the session {self.key!r} is closed: its episode is over")
 
+    def _check_size(self, messages: Sequence[Message]) -> None:
+        """Raise ``ContextTooLong`` for messages that no context can hold.
+
+        Tokenizing them would block the event loop, and with it all other episodes.
+        """
+        texts = [str(one.content or "") for one in messages]
+        texts += [call.function.arguments for one in messages for call in one.tool_calls or ()]
+        size, most = sum(map(len, texts)), MAX_TOKEN_CHARACTERS * self._sampler.sampling.max_context
+        if size > most:
+            raise self._full(f"{size} characters > {most} maximum")
+
+    def _full(self, length: str) -> ContextTooLong:
+        """Note that the context is full, and return the error."""
+        self.context_full = True
+        # Clients recognize a full context by Anthropic's words, "prompt is too long".
+        return ContextTooLong(
+            f"prompt is too long: {length}: end the episode, shorten the messages, or raise "
+            "engine.max_context",
+            param="messages",
+        )
+
     async def _sample(
         self, call: Call, *, limit: int | None, seed: int | None, stop: Sequence[str], constraint: Constraint
     ) -> None:
         most = self._sampler.sampling.max_context
         try:
             if len(call.context) >= most:
-                self.context_full = True
-                # Clients recognize a full context by Anthropic's words, "prompt is too long".
-                raise ContextTooLong(
-                    f"prompt is too long: {len(call.context)} tokens > {most} maximum: end the episode, "
-                    "shorten the messages, or raise engine.max_context",
-                    param="messages",
-                )
+                raise self._full(f"{len(call.context)} tokens > {most} maximum")
             async with self._compiling:  # one after another, because the sampler draws seeds in this order
                 grammar = await self._grammar(call, constraint) if constraint else ""
             segment = call.conversation.number
@@ -442,7 +456,7 @@ class Gateway:
         return self.sessions[key]
 
     async def _chat_completions(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
+        asked = await parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
         asked.check()
         session.check_sampling(asked)
         messages = asked.conversation
@@ -466,7 +480,7 @@ class Gateway:
         return _stream([*lines, "data: [DONE]\n\n"])
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, ResponseRequest, fields=responses.FIELDS, ignored=session.ignored)
+        asked = await parsed(request, ResponseRequest, fields=responses.FIELDS, ignored=session.ignored)
         session.check_sampling(asked)
         previous = asked.previous_response_id
         earlier = session.earlier(previous) if previous else []
@@ -486,7 +500,7 @@ class Gateway:
         return _stream(_events(answer.events()))
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
+        asked = await parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         asked.check()
         session.check_sampling(asked)
         call = await session.answer(
@@ -501,11 +515,11 @@ class Gateway:
         return _stream(_events(answer.events())) if asked.stream else JSONResponse(answer.body())
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        asked = await _parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
+        asked = await parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         return JSONResponse({"input_tokens": session.count(asked.conversation, asked.specs)})
 
     async def _reward(self, request: Request, session: Session) -> Response:
-        session.reward(await _parsed(request, Reward))
+        session.reward(await parsed(request, Reward))
         return JSONResponse({"ok": True})
 
     async def _end(self, request: Request, session: Session) -> Response:
@@ -529,38 +543,6 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Call]]) -> list[Call]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def _parsed(
-    request: Request, model: type[_Body], *, fields: Fields | None = None, ignored: Collection[str] = ()
-) -> _Body:
-    try:
-        body = _read(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body is not a JSON object")
-    body = {name: value for name, value in body.items() if name not in ignored}
-    if fields is not None:
-        fields.check(body)
-    try:
-        return chat_completions.validated(model, body)
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-
-
-def _read(content: bytes) -> Any:
-    """Return the value of JSON without lone surrogates, which a file of a rollout cannot contain."""
-    value = json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
-    if _SURROGATE.search(content) is None:
-        return value
-    return json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not a number that JSON can represent")
-    return number
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:

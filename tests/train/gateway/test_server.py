@@ -282,6 +282,17 @@ async def test_conversation_without_room_is_refused_and_the_next_shorter_one_is_
         assert len(session.recorder.rollout()[0]) == 1
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/messages/count_tokens"])
+async def test_messages_that_no_context_can_hold_are_refused_by_their_length(path: str) -> None:
+    """Tokenizing the output of a large log blocks the event loop of the run for many seconds."""
+    async with opened(max_context=100) as (client, session, _):
+        message = {"role": "user", "content": "x" * 30_000}
+        answer = await client.post(path, json={"messages": [message]})
+        assert answer.status_code == 400
+        assert "prompt is too long: 30000 characters > 25600 maximum" in answer.json()["error"]["message"]
+        assert session.context_full
+
+
 async def test_token_limit_and_stop_text_end_an_answer() -> None:
     async with opened(ScriptedEngine(CHAT, always(Message.assistant("one two END three")))) as (client, *_):
         short = await chat(client, HELLO, max_tokens=3)
