@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import IO, Any
@@ -160,13 +160,9 @@ class AgentProgram:
 
     async def _command(self, command: Sequence[str], base_url: str, key: str, sample: TaskSample) -> Any:
         """Run a command; return the reward in the last line of its output, if there is one."""
-        with tempfile.TemporaryDirectory() as folder:
-            sample_file, output, errors = (Path(folder, name) for name in ("sample.json", "out", "err"))
-            sample_file.write_text(sample.model_dump_json(), encoding="utf-8")
-            # Use files, because pipes stay open while processes that the program left behind are running.
-            with output.open("wb") as out, errors.open("wb") as err:
-                environment = self._environment(base_url, key, sample_file)
-                process = await self._start(command, environment, out, err)
+        with _files(sample) as (sample_file, output, errors):
+            environment = self._environment(base_url, key, sample_file)
+            process = await self._start(command, environment, output, errors)
             try:
                 await process.wait()
             finally:
@@ -303,7 +299,24 @@ def _reward(value: Any) -> Reward:
         ) from error
 
 
-def _printed(output: Path) -> Any:
+@contextlib.contextmanager
+def _files(sample: TaskSample) -> Iterator[tuple[Path, IO[bytes], IO[bytes]]]:
+    """Yield the path of a file with a sample, and files for the output and the errors of a program.
+
+    They are files, because pipes stay open while processes that the program left behind are running. The
+    program can delete them, and can write new files while the folder is removed.
+    """
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            sample_file, output, errors = (Path(folder, name) for name in ("sample.json", "out", "err"))
+            sample_file.write_text(sample.model_dump_json(), encoding="utf-8")
+            with output.open("w+b") as out, errors.open("w+b") as err:
+                yield sample_file, out, err
+    except OSError as error:
+        raise ProgramFailed(f"the files of the program cannot be written or read: {error}") from error
+
+
+def _printed(output: IO[bytes]) -> Any:
     """Return the reward in the last line of a program's output; None if the line is something else."""
     last = _last_lines(output, count=1)
     try:
@@ -325,9 +338,9 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
 
 
-def _last_lines(output: Path, *, count: int = LAST_LINES) -> str:
+def _last_lines(output: IO[bytes], *, count: int = LAST_LINES) -> str:
     """Return the last lines that a program has printed."""
-    with output.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    size = os.fstat(output.fileno()).st_size
+    text = os.pread(output.fileno(), MAX_OUTPUT, max(0, size - MAX_OUTPUT)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
     return " | ".join([line for line in lines if line][-count:])

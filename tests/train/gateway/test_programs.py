@@ -230,6 +230,18 @@ async def test_program_without_a_result_is_a_failure_and_not_a_reward_of_zero(ru
     assert reason in trajectory.error
 
 
+@pytest.mark.parametrize(
+    ("last", "reward", "reason"),
+    [("print(1.0)", 1.0, None), ("sys.exit('no file')", 0.0, "status 1: no file")],
+)
+async def test_program_can_delete_its_temporary_files(last: str, reward: float, reason: str | None) -> None:
+    """Agents run commands such as ``rm -rf /tmp/*``."""
+    code = f"ask('x'); import shutil; shutil.rmtree(os.path.dirname(os.environ['AGENTRL_SAMPLE'])); {last}"
+    trajectory = await play(command(code))
+    assert trajectory.reward == reward
+    assert reason is None or reason in str(trajectory.error)
+
+
 async def test_failed_episodes_are_retried_then_omitted_from_their_group() -> None:
     tries = []
 
