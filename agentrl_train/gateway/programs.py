@@ -39,6 +39,10 @@ KILL_S = 2.0
 """Seconds between the signals TERM and KILL for a program that exceeded its time limit."""
 MAX_OUTPUT = 65_536
 """Number of bytes to read from the end of a program's output."""
+MAX_PRINTED = 256_000_000
+"""Number of bytes that a program can print."""
+OUTPUT_CHECK_S = 0.5
+"""Seconds between checks of the size of a program's output."""
 LAST_LINES = 5
 """Number of lines of a program's errors in messages."""
 
@@ -164,7 +168,7 @@ class AgentProgram:
             environment = self._environment(base_url, key, sample_file)
             process = await self._start(command, environment, output, errors)
             try:
-                await process.wait()
+                await _until_ended(process, output, errors)
             finally:
                 await _stop(process)
             if process.returncode:
@@ -314,6 +318,20 @@ def _files(sample: TaskSample) -> Iterator[tuple[Path, IO[bytes], IO[bytes]]]:
                 yield sample_file, out, err
     except OSError as error:
         raise ProgramFailed(f"the files of the program cannot be written or read: {error}") from error
+
+
+async def _until_ended(process: asyncio.subprocess.Process, *printed: IO[bytes]) -> None:
+    """Return once a program has ended. Raises ``ProgramFailed`` if its output would fill the disk."""
+    ended = asyncio.create_task(process.wait())
+    try:
+        while not (await asyncio.wait((ended,), timeout=OUTPUT_CHECK_S))[0]:
+            if sum(os.fstat(file.fileno()).st_size for file in printed) > MAX_PRINTED:
+                raise ProgramFailed(
+                    f"the program printed more than {MAX_PRINTED / 1e6:.0f} MB, which would fill the disk: "
+                    "print less"
+                )
+    finally:
+        ended.cancel()
 
 
 def _printed(output: IO[bytes]) -> Any:

@@ -17,6 +17,7 @@ from agentrl_env import ToolCall
 from agentrl_env.types import Message, TaskSample
 from agentrl_train.actor import Actor
 from agentrl_train.config import RolloutSection
+from agentrl_train.gateway import programs
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway, Session
 from agentrl_train.types import Completion, Episode, EpisodeEnd, Sampling, Trajectory
@@ -228,6 +229,16 @@ async def test_program_without_a_result_is_a_failure_and_not_a_reward_of_zero(ru
     assert trajectory.error is not None
     assert trajectory.error.startswith("ProgramFailed: ")
     assert reason in trajectory.error
+
+
+async def test_program_that_prints_without_end_fails_before_it_fills_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(programs, "MAX_PRINTED", 1_000_000)
+    code = "import time; ask('x')\nwhile True: print('x' * 10_000, file=sys.stderr); time.sleep(0.001)"
+    trajectory = await play(command(code), limit_s=20.0)
+    assert trajectory.end is EpisodeEnd.FAILED_ENVIRONMENT
+    assert "printed more than 1 MB" in str(trajectory.error)
 
 
 @pytest.mark.parametrize(
