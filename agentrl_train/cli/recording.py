@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ async def record(
                 while not stopping.done():
                     await asyncio.wait((stopping,), timeout=IDLE_CHECK_S)
                     for session in list(gateway.sessions.values()):
-                        if time.monotonic() - session.last_used > idle_timeout_s:
+                        if session.idle_s > idle_timeout_s:
                             await gateway.close(session)
 
 

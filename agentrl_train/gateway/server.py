@@ -131,6 +131,11 @@ class Session:
         """Requests in progress."""
         self._conversations: dict[str, list[Message]] = {}
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call arrived or was answered, or 0 while one is in progress."""
+        return 0.0 if self._bodies else time.monotonic() - self.last_used
+
     async def answer(
         self,
         messages: Sequence[Message],
@@ -174,6 +179,7 @@ class Session:
             await self._until_answered(call, request)
         finally:
             self._bodies.remove(body)
+            self.last_used = time.monotonic()
         self._raise_if_closed()
         return call
 

@@ -333,6 +333,20 @@ async def test_client_that_disconnects_and_retries_gets_one_turn() -> None:
         assert len(engine.calls) == 1
 
 
+async def test_session_is_not_idle_during_a_call() -> None:
+    engine = SlowEngine(always(HI))
+    async with opened(engine) as (client, session, _):
+        calling = asyncio.create_task(chat(client, HELLO))
+        await engine.asked.wait()
+        session.last_used -= 100
+        assert session.idle_s == 0
+        engine.may_answer.set()
+        await calling
+        assert session.idle_s < 50
+        session.last_used -= 100
+        assert session.idle_s > 50
+
+
 async def test_concurrent_calls_of_one_session_are_answered_separately() -> None:
     engine = SlowEngine(lambda context, key: Message.assistant(key))
     async with opened(engine) as (client, session, _):
