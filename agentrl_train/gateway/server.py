@@ -452,7 +452,8 @@ class Gateway:
             raise Unauthorized("the API key is not the token of this gateway: use it as the client's API key")
         key = key or (bearer if self._token is None else "") or (SHARED if self._unknown else "")
         if key in self._closed:
-            raise SessionClosed(f"the session {key!r} is closed: its episode is over")
+            advice = "; use another key for the next" if self._unknown else ""
+            raise SessionClosed(f"the session {key!r} is closed: its episode is over{advice}")
         if key not in self.sessions:
             if self._unknown is None or not key:
                 raise UnknownSession(

@@ -248,6 +248,17 @@ async def test_calls_without_a_session_key_share_one_that_opens_again(
         assert (keyed.status_code, list(gateway.sessions)) == (200, ["one"])
 
 
+async def test_error_of_a_call_to_an_ended_session_advises_another_key() -> None:
+    """Clients that always send the same API key cannot start a second session with it."""
+    headers, body = {"Authorization": "Bearer none"}, {"messages": [HELLO]}
+    async with Gateway(unknown=open_for_any_key) as gateway, httpx.AsyncClient(headers=headers) as client:
+        await client.post(f"{gateway.url}/v1/chat/completions", json=body)
+        await client.post(f"{gateway.url}/v1/end")
+        answer = await client.post(f"{gateway.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 410
+    assert "use another key for the next" in answer.json()["error"]["message"]
+
+
 async def test_calls_without_a_session_key_are_rejected_if_the_run_opens_sessions() -> None:
     async with opened() as (_, _, gateway), httpx.AsyncClient() as client:
         answer = await client.post(f"{gateway.url}/v1/chat/completions", json={"messages": [HELLO]})
