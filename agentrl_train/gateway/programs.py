@@ -35,6 +35,8 @@ from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajecto
 
 logger = logging.getLogger(__name__)
 
+CANCEL_S = 10.0
+"""Seconds to wait for the end of a program that is cancelled."""
 KILL_S = 2.0
 """Seconds between the signals TERM and KILL for a program that exceeded its time limit."""
 MAX_OUTPUT = 65_536
@@ -107,16 +109,24 @@ class AgentProgram:
     async def _play(self, session: Session, sample: TaskSample, *, limit_s: float) -> EpisodeEnd:
         """Run the program until it ends or reaches its time limit. Return how the episode ended."""
         running = asyncio.create_task(self._run_once(session, sample))
+        # The error of a program that has exceeded its time is not read.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait((running,), timeout=limit_s)
             if late := not running.done():
                 await session.finish()  # let the turn in progress end, however long it takes
         finally:
             running.cancel()
-            await asyncio.wait((running,))
+            await asyncio.wait((running,), timeout=CANCEL_S)
+        if not running.done():
+            logger.warning(
+                "the program of %s catches CancelledError and continues after its time limit of %g s: let it "
+                "raise the error again",
+                sample.task,
+                limit_s,
+            )
         given = None
         if late:
-            running.cancelled() or running.exception()  # a program that ends now has exceeded its time
             if session.failure is not None:
                 raise ProgramFailed(f"the engine gave no answer within {limit_s:g} s")
         else:

@@ -290,6 +290,30 @@ async def test_time_limit_truncates_a_program_that_has_given_no_reward() -> None
     assert len(trajectory.turns) == len(engine.calls) == 1  # the episode is not replayed
 
 
+async def test_program_that_catches_its_cancellation_does_not_hang_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(programs, "CANCEL_S", 0.2)
+    released = asyncio.Event()
+
+    async def stubborn(base_url: str, sample: TaskSample) -> float:
+        await ask(base_url)
+        while not released.is_set():
+            try:
+                await released.wait()
+            except:  # noqa: E722
+                continue
+        return 1.0
+
+    try:
+        async with asyncio.timeout(20):
+            trajectory = await play(stubborn, limit_s=2.0)
+    finally:
+        released.set()
+    assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.TRUNCATED_TIME, 1)
+    assert "the program of questions catches CancelledError" in caplog.text
+
+
 async def test_time_limit_lets_the_turn_in_progress_end() -> None:
     class Late(ScriptedEngine):
         """Answers after the program's time limit."""
