@@ -50,8 +50,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-AUTHOR_ERRORS = (Exception, SystemExit)
-"""Exceptions of author code that end an episode rather than the process."""
+AUTHOR_ERRORS = (Exception, SystemExit, BaseExceptionGroup)
+"""Exceptions of author code that end an episode rather than the process. A group can contain a SystemExit."""
 
 
 class AgentRLError(Exception):

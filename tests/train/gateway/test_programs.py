@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -126,6 +127,11 @@ def leaving(base_url: str, sample: TaskSample) -> float:
     sys.exit(3)
 
 
+async def leaving_a_group(base_url: str, sample: TaskSample) -> float:
+    async with anyio.create_task_group():
+        sys.exit(3)
+
+
 async def cancelled(base_url: str, sample: TaskSample) -> float:
     raise asyncio.CancelledError
 
@@ -198,6 +204,7 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
     [
         (crashing, "the program raised RuntimeError: the agent is broken (test_programs.py:"),
         (leaving, "the program raised SystemExit: 3"),
+        (leaving_a_group, "the program raised BaseExceptionGroup"),
         (cancelled, "the program raised CancelledError"),
         (silent, "got no answer from the model within 2 s"),
         (misspelt, "{'score': 1.0}, which is not a reward (reward: Field required)"),
