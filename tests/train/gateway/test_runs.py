@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from agentrl_train.__main__ import app
 from agentrl_train.config import gateway_config, load_config
 from agentrl_train.errors import ConfigError
+from agentrl_train.placement.environments import _read_splits
 from tests.train.runs.processes import finish, steps, write_config
 
 COUNTING = Path(__file__).with_name("counting.py")
@@ -81,6 +82,15 @@ def test_paths_of_programs_are_relative_to_the_configuration(tmp_path: Path) -> 
         load_config(write_program_config(tmp_path, program="missing.py:play"))
     with pytest.raises(ConfigError, match="eval_samples is missing"):
         load_config(write_program_config(tmp_path), ["eval.samples=5"])
+
+
+def test_half_of_a_surrogate_pair_in_a_sample_is_replaced(tmp_path: Path) -> None:
+    """Data sets with texts that were cut off contain halves of emoji."""
+    (section,) = load_config(write_program_config(tmp_path)).environments
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "\ud83d", "whole": "\U0001f600"}))
+    assert section.program is not None
+    ((sample,),) = _read_splits(section, section.program).values()
+    assert sample == {"question": "?", "whole": "\U0001f600"}
 
 
 def test_standalone_gateway_writes_a_line_for_each_rollout(tmp_path: Path) -> None:
