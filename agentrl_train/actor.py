@@ -30,7 +30,7 @@ from agentrl_env.client import ClientSession, EnvClient
 from agentrl_env.errors import AgentRLError, CallTimeout, ProtocolError, ServerFull
 from agentrl_env.types import Message, SessionStatus, StepResult, TaskSample, ToolSpec
 from agentrl_train import sub_agent
-from agentrl_train.chat import ChatFormat
+from agentrl_train.chat import ChatFormat, plain_text
 from agentrl_train.config import RolloutSection
 from agentrl_train.errors import OUTAGES, EngineError
 from agentrl_train.reward import Rewards
@@ -495,8 +495,8 @@ class _Attempt:
 
     def _render(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> list[int]:
         """Return the tokens of messages of the environment. Raises ProtocolError if it cannot be done."""
-        size, most = sum(map(_size, messages)), MAX_TOKEN_CHARACTERS * self.sampling.max_context
-        if size > most:
+        size = sum(len(plain_text(one.content) or "") for one in messages)
+        if size > MAX_TOKEN_CHARACTERS * self.sampling.max_context:
             raise ProtocolError(f"the environment sent {size} characters, more than any context can hold")
         try:
             return render()
@@ -570,11 +570,6 @@ def _check_opening(session: ClientSession, episode: Episode) -> None:
         raise ProtocolError(f"the environment opened a session of sample {got} in place of {asked}")
     if not session.messages:
         raise ProtocolError(f"the environment of {episode.task} opened a session without a message")
-
-
-def _size(message: Message) -> int:
-    """Return the number of characters of a message."""
-    return len(message.content if isinstance(message.content, str) else str(message.content))
 
 
 def _valid(result: StepResult) -> StepResult:

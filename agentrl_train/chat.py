@@ -292,7 +292,7 @@ class ChatFormat:
         prepared: list[dict[str, Any]] = []
         for message in messages:
             shown = self._shown_roles if opening and not prepared else self._later_roles
-            data = message.wire() | {"content": _plain(message.content)}
+            data = message.wire() | {"content": plain_text(message.content)}
             for call in data.get("tool_calls", ()):
                 call["function"]["arguments"] = self._arguments(call["function"]["arguments"])
                 data["content"] = data["content"] or self._form.no_content
@@ -349,7 +349,7 @@ class ChatFormat:
     def _written(self, message: Message, *, in_thought: bool = False) -> str:
         """Return the text of an assistant message in the model's own syntax."""
         calls = tuple(ParsedCall(c.function.name, c.function.arguments) for c in message.tool_calls or ())
-        return self.parser.render(ParsedTurn(_plain(message.content), None, calls), in_thought=in_thought)
+        return self.parser.render(ParsedTurn(plain_text(message.content), None, calls), in_thought=in_thought)
 
     def _as_text(self, value: Any) -> Any:
         """Return a JSON value whose strings contain no control token and no mark of ``reply``."""
@@ -566,7 +566,7 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def _plain(content: str | list[dict[str, Any]] | None) -> str | None:
+def plain_text(content: str | list[dict[str, Any]] | None) -> str | None:
     """Return content as text: the texts of its parts, and the types of parts that are not text."""
     if not isinstance(content, list):
         return content

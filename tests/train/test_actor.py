@@ -38,6 +38,28 @@ async def test_episode_is_played_to_its_end(client: EnvClient) -> None:
     assert engine.released == {engine.calls[0][0]}
 
 
+@pytest.mark.parametrize(
+    ("pixels", "size", "error"),
+    [(200_000, 10, ""), (10, 200_000, "the environment sent 200012 characters, more than any context")],
+)
+async def test_only_the_text_of_messages_counts_for_what_a_context_can_hold(
+    pixels: int, size: int, error: str
+) -> None:
+    class Screen(Countdown):
+        name = "countdown"
+
+        def reset(self, sample, rng):  # type: ignore[no-untyped-def]
+            super().reset(sample, rng)
+            image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * pixels}}
+            return [Message(role="user", content=[{"type": "text", "text": "x" * size}, image])]
+
+    async with Screen.local() as client:
+        actor = make_actor(ScriptedEngine(CHAT, always(DOWN)), client, max_context=700)
+        trajectory = await actor.sibling(EPISODE)
+    assert error in (found := trajectory.error or "")
+    assert bool(found) == bool(error)
+
+
 async def test_turns_have_the_times_of_their_request_completion_and_reply(client: EnvClient) -> None:
     before = time.time()
     trajectory = await make_actor(ScriptedEngine(CHAT, always(DOWN)), client).sibling(EPISODE)
