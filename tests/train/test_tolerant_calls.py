@@ -1,6 +1,7 @@
 """Calls that real models write outside their family's syntax, and the errors for unreadable calls."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,16 @@ def spec(name: str, **properties: str) -> ToolSpec:
 TOOLS = [spec("search", query="string"), spec("buy", seller="string")]
 CALL = '{"name": "search", "arguments": {"query": "red lamp"}}'
 SEARCH, BUY = ("search", {"query": "red lamp"}), ("buy", {"seller": "acme"})
+TEXT = st.text(max_size=20).filter(
+    lambda text: not re.search("<tool_call>|</tool_call>|<think>|</think>", text)
+)
+"""Texts without marks, which are marks wherever they are: special tokens, which a policy cannot quote."""
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-ARGUMENTS = st.dictionaries(st.text(max_size=8), JSON, max_size=4)
+ARGUMENTS = st.dictionaries(TEXT, JSON, max_size=4)
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,12}", fullmatch=True)
 FORMS = (
     "{}",
