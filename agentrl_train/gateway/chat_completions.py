@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -58,6 +58,7 @@ SETTINGS = {"chat_template_kwargs": "model.template_kwargs", "stop_token_ids": "
 """Settings of the run with the same effect as a parameter."""
 MOST_CHOICES = 128
 """Largest ``n``, as in OpenAI's API."""
+MAX_TOP_K = 2**31 - 1
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -68,7 +69,7 @@ class SamplingFields(BaseModel):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: float | None = None
 
     def stated(self) -> dict[str, float]:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
@@ -29,6 +28,7 @@ from pydantic import ValidationError
 
 from agentrl_env.types import TaskSample
 from agentrl_train.chat import ChatFormat
+from agentrl_train.config.functions import described
 from agentrl_train.errors import USER_ERRORS, ProgramFailed, raise_own_cancellation
 from agentrl_train.gateway.server import Gateway, Reward, Session
 from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajectory, succeeded
@@ -253,10 +253,7 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
         return await given if inspect.isawaitable(given) else given  # the object can have an async __call__
     except USER_ERRORS as error:
         raise_own_cancellation(error)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ProgramFailed(
-            f"the program raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-        ) from error
+        raise ProgramFailed(f"the program raised {described(error)}") from error
 
 
 async def _on_thread(function: Function, base_url: str, sample: TaskSample) -> Any:

@@ -293,6 +293,8 @@ class ResponseAnswer:
             if origin := namespaces.get(one.function.name):
                 item["namespace"], item["name"] = origin
             items.append(item)
+        if call.cut:
+            items[-1]["status"] = "incomplete"
         return items
 
 

@@ -1,6 +1,7 @@
 """Agent programs: commands and functions, rewards and failures."""
 
 import asyncio
+import inspect
 import json
 import sys
 import threading
@@ -132,6 +133,15 @@ async def leaving_a_group(base_url: str, sample: TaskSample) -> float:
         sys.exit(3)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def unspeakable(base_url: str, sample: TaskSample) -> float:
+    raise Unspeakable
+
+
 async def cancelled(base_url: str, sample: TaskSample) -> float:
     raise asyncio.CancelledError
 
@@ -202,9 +212,11 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (crashing, "the program raised RuntimeError: the agent is broken (test_programs.py:"),
+        (crashing, "the program raised RuntimeError: the agent is broken ("),
+        (crashing, f"test_programs.py:{inspect.getsourcelines(crashing)[1] + 2}, in crashing)"),
         (leaving, "the program raised SystemExit: 3"),
-        (leaving_a_group, "the program raised BaseExceptionGroup"),
+        (leaving_a_group, "the program raised SystemExit: 3"),
+        (unspeakable, "the program raised Unspeakable: its text cannot be read"),
         (cancelled, "the program raised CancelledError"),
         (silent, "got no answer from the model within 2 s"),
         (misspelt, "{'score': 1.0}, which is not a reward (reward: Field required)"),

@@ -144,6 +144,7 @@ async def test_streamed_answer_adds_up_to_the_unstreamed_answer() -> None:
     [
         ({"temperature": 0.2}, "temperature = 0.2 differs"),
         ({"top_p": 0.9}, "engine.top_p"),
+        ({"top_k": 10**400}, "top_k"),
         ({"n": 0}, "n: "),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"tool_choice": "required"}, "needs tools"),
@@ -446,6 +447,16 @@ async def test_responses_api_holds_the_same_conversation() -> None:
         [Message(role="system", content="Count."), Message(role="user", content="go")],
         session.recorder._conversations[0].tools,
     )
+
+
+async def test_last_item_of_a_cut_response_is_incomplete() -> None:
+    async with opened() as (client, *_):
+        whole = (await client.post("/responses", json={"input": "go"})).json()
+        cut = (await client.post("/responses", json={"input": "go", "max_output_tokens": 1})).json()
+    assert [(one["status"], one["output"][-1]["status"]) for one in (whole, cut)] == [
+        ("completed", "completed"),
+        ("incomplete", "incomplete"),
+    ]
 
 
 @pytest.mark.parametrize(
