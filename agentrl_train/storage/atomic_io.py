@@ -1,10 +1,10 @@
-"""Atomic file writes, and errors for full or read-only disks."""
+"""Atomic file writes, files of lines, and errors for full or read-only disks."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,6 +70,23 @@ def write_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def append_lines(path: Path, lines: Iterable[str], *, sync: bool = False) -> None:
+    """Append lines to a file. If its last line is truncated, as by a full disk, they start after it.
+
+    Args:
+        path: the file.
+        lines: without their ends.
+        sync: return only when the lines are on the disk.
+    """
+    with open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        truncated = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+        file.write(("\n" * bool(truncated) + "".join(f"{line}\n" for line in lines)).encode())
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
 
 
 def sync_file(path: Path) -> None:

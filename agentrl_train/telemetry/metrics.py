@@ -33,7 +33,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from agentrl_env.evaluation.statistics import effective_trials, wilson_interval
-from agentrl_train.storage.atomic_io import run_folder_errors, write_file
+from agentrl_train.storage.atomic_io import append_lines, run_folder_errors, write_file
 from agentrl_train.telemetry.progress import Progress, Tally
 from agentrl_train.telemetry.tokens import (
     SUFFIX,
@@ -420,9 +420,8 @@ def _flat(
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Append lines. Non-finite numbers are written as null."""
-    content = "".join(json.dumps(_finite(record)) + "\n" for record in records)
-    with run_folder_errors(path.parent), open(path, "a", encoding="utf-8") as file:
-        file.write(content)
+    with run_folder_errors(path.parent):
+        append_lines(path, [json.dumps(_finite(record)) for record in records])
 
 
 def _finite(value: Any) -> Any:
@@ -436,5 +435,5 @@ def _finite(value: Any) -> Any:
 def _drop_later_lines(path: Path, *, after: str, last: int) -> None:
     """Drop lines of steps lost in an interrupted run, and a truncated last line."""
     if path.exists():
-        kept = [line for line in read_jsonl(path) if line[after] <= last]
+        kept = [line for line in read_jsonl(path) if after in line and line[after] <= last]
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())

@@ -11,14 +11,14 @@ checkpoint with the recorded changes, and makes new decisions only after them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from agentrl_train.config.rollout import CurriculumSection, FixedMix
-from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.storage.atomic_io import append_lines, run_folder_errors
+from agentrl_train.telemetry.metrics import read_jsonl
 from agentrl_train.training.admission import Change, Mixer
 from agentrl_train.types import TrajectoryGroup
 
@@ -129,22 +129,13 @@ class Curriculum:
 
     def _write(self, change: Change, *, step: int) -> None:
         line = {"step": step, "draw": change.draw, "levels": change.levels, "weights": change.weights}
-        with run_folder_errors(self._folder), open(self._folder / FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with run_folder_errors(self._folder):
+            append_lines(self._folder / FILE, [json.dumps(line)], sync=True)
 
 
 def read_changes(folder: Path) -> list[Change]:
-    """Return the changes that a run made so far, in order; a truncated last line is ignored."""
-    path = folder / FILE
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        found.append(Change(draw=entry["draw"], levels=entry["levels"], weights=entry["weights"]))
-    return found
+    """Return the changes that a run made so far, in order; truncated lines are ignored."""
+    return [
+        Change(draw=entry["draw"], levels=entry["levels"], weights=entry["weights"])
+        for entry in read_jsonl(folder / FILE)
+    ]

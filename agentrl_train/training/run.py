@@ -24,7 +24,7 @@ from agentrl_train.critics.networks import Critic
 from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
 from agentrl_train.learner import Learner
 from agentrl_train.report.page import write_report
-from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.storage.atomic_io import append_lines, run_folder_errors
 from agentrl_train.storage.checkpoint import (
     Checkpoint,
     InModelFolder,
@@ -129,8 +129,8 @@ class FailureLog:
             "end": failures[-1].end.value,
             "error": reason,
         }
-        with run_folder_errors(self._folder), open(self._folder / "failures.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        with run_folder_errors(self._folder):
+            append_lines(self._folder / "failures.jsonl", [json.dumps(line)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

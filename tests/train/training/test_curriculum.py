@@ -125,12 +125,17 @@ def test_curriculum_and_weights_can_change_on_resume(tmp_path: Path) -> None:
     assert rest.levels == {"house": 0}
 
 
-def test_partially_written_change_is_ignored(tmp_path: Path) -> None:
+def test_partially_written_change_is_ignored_and_later_changes_are_kept(tmp_path: Path) -> None:
     curriculum, _ = make(tmp_path)
     curriculum.trained(1, [group("shop", 1.0)] * 4)
     with open(tmp_path / FILE, "a") as file:
         file.write('{"step": 7, "dr')
     assert [change.levels for change in read_changes(tmp_path)] == [{"shop": 1, "house": 0}]
+    curriculum.trained(8, [group("shop", 1.0, split="train-2")] * 4)
+    assert [change.levels for change in read_changes(tmp_path)] == [
+        {"shop": 1, "house": 0},
+        {"shop": 2, "house": 0},
+    ]
 
 
 def test_run_without_a_curriculum_has_no_curriculum_metrics(tmp_path: Path) -> None:
