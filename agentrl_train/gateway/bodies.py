@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from agentrl_train.gateway.chat_completions import Fields, validated
 from agentrl_train.gateway.errors import InvalidRequest
-from agentrl_train.tool_calls.turn import without_surrogates
+from agentrl_train.tool_calls.turn import encodable
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -52,9 +52,7 @@ async def parsed(
 def _read(content: bytes) -> Any:
     """Return the value of JSON without lone surrogates, which a file of a rollout cannot contain."""
     value = json.loads(content.decode(), parse_constant=_finite, parse_float=_finite)
-    if _SURROGATE.search(content) is None:
-        return value
-    return json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
+    return value if _SURROGATE.search(content) is None else encodable(value)
 
 
 def _finite(text: str) -> float:

@@ -17,10 +17,10 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config.functions import described
 from agentrl_train.errors import USER_ERRORS, ProgramFailed, raise_own_cancellation
 from agentrl_train.gateway.server import Gateway, Reward, Session
+from agentrl_train.telemetry.watchdog import in_thread
 from agentrl_train.types import Episode, EpisodeEnd, Sampler, Sampling, Trajectory, succeeded
 
 logger = logging.getLogger(__name__)
@@ -249,40 +250,14 @@ async def _call(function: Function, base_url: str, sample: TaskSample) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await function(base_url, sample)
-        given = await _on_thread(function, base_url, sample)
+        # Not ``to_thread``: on the few threads of the event loop, programs would wait for the engine, which
+        # needs one of them.
+        call = partial(copy_context().run, function, base_url, sample)
+        given = await in_thread(call, within_s=None, doing="an agent program")
         return await given if inspect.isawaitable(given) else given  # the object can have an async __call__
     except USER_ERRORS as error:
         raise_own_cancellation(error)
         raise ProgramFailed(f"the program raised {described(error)}") from error
-
-
-async def _on_thread(function: Function, base_url: str, sample: TaskSample) -> Any:
-    """Return the value of a blocking function, which runs on its own thread.
-
-    The event loop has only a few threads. Programs on these threads would wait for the engine, which needs
-    one of them. The thread is a daemon, so that a function that never returns cannot keep the run alive.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if not outcome.done():
-            outcome.set_result((value, error))
-
-    def run() -> None:
-        value, raised = None, None
-        try:
-            value = function(base_url, sample)
-        except BaseException as error:
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the run has ended
-            loop.call_soon_threadsafe(deliver, value, raised)
-
-    threading.Thread(target=copy_context().run, args=(run,), name="agent-program", daemon=True).start()
-    value, raised = await outcome
-    if raised is not None:
-        raise raised
-    return value
 
 
 def _reason_without_answer(session: Session, *, limit_s: float | None) -> str:

@@ -28,7 +28,7 @@ from agentrl_train.errors import ConfigError, EnvironmentUnavailable
 from agentrl_train.gateway.launchers import find_launcher
 from agentrl_train.gateway.programs import AgentProgram
 from agentrl_train.gateway.server import Gateway
-from agentrl_train.tool_calls.turn import without_surrogates
+from agentrl_train.tool_calls.turn import encodable
 from agentrl_train.types import Sampling, TaskSource
 
 logger = logging.getLogger(__name__)
@@ -197,17 +197,12 @@ def _read_splits(section: EnvironmentSection, program: Program) -> dict[str, lis
             continue
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
-            splits[split] = [_sample(line) for line in lines if line.strip()]
+            splits[split] = [encodable(json.loads(line)) for line in lines if line.strip()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"the samples {path} cannot be read: {error}") from error
         if not splits[split] or not all(isinstance(sample, dict) for sample in splits[split]):
             raise ConfigError(f"the samples {path} must be lines with one JSON object each, at least one")
     return splits
-
-
-def _sample(line: str) -> Any:
-    """Return the JSON of a line without lone surrogates, which cannot be written to a file."""
-    return json.loads(without_surrogates(json.dumps(json.loads(line), ensure_ascii=False)))
 
 
 async def _client(

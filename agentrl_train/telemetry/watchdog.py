@@ -158,27 +158,24 @@ def _slot(track: str, spans: list[Span], now: float) -> tuple[str, ...]:
     return (track.partition("/")[2], episode.name, *facts, turn, waiting, f"{now - last.since:.0f}")
 
 
-async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
+async def in_thread(call: Callable[[], T], *, within_s: float | None, doing: str) -> T:
     """Run a blocking call in a daemon thread and return its result.
 
     Args:
         call: function without arguments.
-        within_s: deadline.
+        within_s: deadline, or None.
         doing: description for the error message.
 
     Raises:
         Stalled: the deadline passed. The thread cannot be stopped and is abandoned.
     """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    # A pair, because a future does not accept every error: StopIteration would be lost.
+    outcome: asyncio.Future[tuple[BaseException | None, Any]] = loop.create_future()
 
     def settle(error: BaseException | None, result: Any) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if not outcome.done():
+            outcome.set_result((error, result))
 
     def run() -> None:
         error, result = None, None
@@ -191,12 +188,15 @@ async def in_thread(call: Callable[[], T], *, within_s: float, doing: str) -> T:
 
     threading.Thread(target=run, name=doing, daemon=True).start()
     try:
-        done, _ = await asyncio.wait((future,), timeout=within_s)
+        done, _ = await asyncio.wait((outcome,), timeout=within_s)
         if not done:
             raise Stalled(f"{doing} took longer than {within_s:g} s; its thread is abandoned")
-        return future.result()
+        error, result = outcome.result()
     finally:
-        future.cancel()
+        outcome.cancel()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
 
 def die_with_parent() -> None:

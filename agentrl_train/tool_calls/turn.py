@@ -256,7 +256,7 @@ def json_text(value: Any) -> str:
     text = json.dumps(value, allow_nan=False)
     if "\\ud" not in text:
         return text
-    return json.dumps(json.loads(without_surrogates(json.dumps(value, ensure_ascii=False))))
+    return json.dumps(encodable(value))
 
 
 def model_json(value: Any) -> str:
@@ -282,6 +282,11 @@ def arguments_of(call: ParsedCall) -> dict[str, Any]:
 def without_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON escapes can produce and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
+
+
+def encodable(value: Any) -> Any:
+    """Return a JSON value without lone surrogates."""
+    return json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
 
 
 def _refuse(name: str) -> Any:

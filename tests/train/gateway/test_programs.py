@@ -138,6 +138,10 @@ class Unspeakable(Exception):
         raise ValueError("no words")
 
 
+def exhausted(base_url: str, sample: TaskSample) -> float:
+    return next(iter([]))
+
+
 def unspeakable(base_url: str, sample: TaskSample) -> float:
     raise Unspeakable
 
@@ -216,6 +220,7 @@ async def impatient(base_url: str, sample: TaskSample) -> float:
         (crashing, f"test_programs.py:{inspect.getsourcelines(crashing)[1] + 2}, in crashing)"),
         (leaving, "the program raised SystemExit: 3"),
         (leaving_a_group, "the program raised SystemExit: 3"),
+        (exhausted, "the program raised RuntimeError: coroutine raised StopIteration"),
         (unspeakable, "the program raised Unspeakable: its text cannot be read"),
         (cancelled, "the program raised CancelledError"),
         (silent, "got no answer from the model within 2 s"),
