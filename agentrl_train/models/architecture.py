@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -453,7 +454,7 @@ class _Output(ModelOutput):
 
 SOFT_PAUSE = 1
 """OpenMP's ``omp_pause_soft``: keep the settings."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of glibc's ``mallopt``."""
 LARGEST_REUSED = 2**30
 """Allocations up to this many bytes reuse freed memory."""
@@ -530,6 +531,17 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
+def share_freed_memory() -> None:
+    """Make all threads of this process use one arena, so that each can reuse what another has freed.
+
+    By default glibc gives each thread an arena that the others cannot use. With one, a run of SmolLM2-135M
+    takes a tenth less memory at the same speed. This has no effect if threads of this process have allocated
+    memory before, or if the environment sets ``MALLOC_ARENA_MAX``. Other allocators are not changed.
+    """
+    if (libc := _glibc()) is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        libc.mallopt(M_ARENA_MAX, 1)
+
+
 def keep_freed_memory() -> None:
     """Make the allocator reuse the memory of freed activations instead of returning it to the kernel.
 
@@ -544,9 +556,9 @@ def keep_freed_memory() -> None:
 class FreedMemory:
     """Returns memory that was freed to the kernel, after steps of a run.
 
-    Each thread has an arena that the other threads cannot use, and allocations of changing sizes leave holes.
-    A run with steps on changing threads would take more with every step. The step after a return takes about
-    a second longer, so at least ``RETURN_INTERVAL_S`` pass between two. Other allocators are not changed.
+    Allocations of changing sizes leave holes, so that a run would take more memory with every step. The step
+    after a return takes about a second longer, so at least ``RETURN_INTERVAL_S`` pass between two. Other
+    allocators are not changed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -124,15 +124,13 @@ def _start(run: PlannedRun) -> _Child:
         write_file(run.file, run.config.to_toml().encode())
         resume = ["--resume"] if run.folder.exists() else []
         command = [sys.executable, "-m", "agentrl_train", "run", str(run.file), *resume]
-        # Runs share the memory of the machine. With one arena for all threads, a run takes a tenth less.
-        settings = {"MALLOC_ARENA_MAX": "1"} | os.environ | {"OMP_NUM_THREADS": str(run.config.run.threads)}
         with open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=settings,
+                env=os.environ | {"OMP_NUM_THREADS": str(run.config.run.threads)},
                 start_new_session=True,  # a signal of the terminal reaches the runs through the sweep
                 preexec_fn=die_with_parent,  # so that another sweep can continue the run
             )

@@ -247,8 +247,10 @@ class Trainer:
         return {"serve": [name]}
 
     def _steps(self, resume: bool, *, silent: bool) -> Generator[Step, None, Outcome | None]:
+        from agentrl_train.models.architecture import share_freed_memory
         from agentrl_train.placement.ranks import rank
 
+        share_freed_memory()
         if rank() > 0:
             from agentrl_train.training.compose import follow
 

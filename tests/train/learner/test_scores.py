@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from agentrl_train.learner import logprobs
 from agentrl_train.learner.logprobs import score_tokens
 
-requires_glibc = pytest.mark.skipif(sys.platform != "linux", reason="requires the allocator of glibc")
-
 TEMPERATURE = 0.7
-FAULTS = """
-import resource, torch
-from agentrl_train.models.architecture import keep_freed_memory
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-keep_freed_memory()
-for _ in range(6):
-    before = faults()
-    torch.ones(2**26, dtype=torch.uint8)
-    print(faults() - before)
-"""
-"""A script that prints the page faults of tensors, each freed before the next."""
-RETURNS = """
-import sys, torch
-from pathlib import Path
-from agentrl_train.models.architecture import FreedMemory, keep_freed_memory
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
-
-keep_freed_memory()
-now = 0.0
-freed = FreedMemory(clock=lambda: now)
-held = [torch.ones(2**22, dtype=torch.uint8) for _ in range(int(sys.argv[1]))]
-for now in map(float, sys.argv[2:]):
-    tensors = [torch.ones(2**22, dtype=torch.uint8) for _ in range(100)]
-    del tensors
-    before = resident()
-    freed.return_excess()
-    print(before - resident())
-"""
-"""A script that holds so many tensors of 4 MB, and frees 100 in each step.
-
-It prints how many MB are returned after the steps, which end at the given seconds.
-"""
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,18 +46,3 @@ def test_entropy_without_gradient_keeps_the_gradient_of_the_log_probability():
     logprobs.sum().backward()
     expected = torch.eye(9)[targets] - logits.detach().softmax(-1)
     assert torch.allclose(logits.grad, expected, atol=1e-6)
-
-
-@requires_glibc
-def test_memory_of_freed_tensors_is_reused():
-    faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", FAULTS]).split()]
-    assert min(faults[1:]) < faults[0] // 4  # the kernel can take pages from a waiting process
-
-
-@requires_glibc
-@pytest.mark.parametrize(
-    ("held", "returned"), [(20, [True, False, False, True]), (200, [False, False, False, False])]
-)
-def test_freed_memory_is_returned_from_time_to_time_if_it_exceeds_the_memory_in_use(held, returned):
-    command = [sys.executable, "-c", RETURNS, str(held), *("0", "5", "19", "20")]
-    assert [int(one) > 200 for one in subprocess.check_output(command).split()] == returned
