@@ -8,6 +8,7 @@ sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,10 +32,17 @@ from agentrl_train.models.architecture import (
     reach,
 )
 
+try:
+    from torch.nn.attention import varlen as varlen
+except ImportError:  # PyTorch before 2.10
+    varlen = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from agentrl_train.engine.gpu import Rows
 
 ATTENTION = "agentrl_slots"
 """Name of ``slot_attention`` among the attention implementations of transformers."""
@@ -50,6 +58,8 @@ GROWTH = 1.25
 """Least factor by which a cache grows."""
 MOST_UNUSED = 1.6
 """Attention reads whole slots in place, with up to this many columns for each one that it needs."""
+PAGE = 256
+"""Columns of a page. FlashAttention reads pages with a multiple of 256."""
 BLOCK = 16
 """Length of the shortest shared prefix, and increment of the longer prefixes."""
 T = TypeVar("T", bound=Hashable)
@@ -124,8 +134,58 @@ class Group:
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
             keys = torch.arange(self.columns, device=positions.device)
             mask = hiding(config, kind, queries=queries, keys=keys, dtype=dtype)
-            self.masks[kind] = mask if bool(mask.any()) else None
+            # On a GPU, looking at the mask would wait for all earlier work.
+            self.masks[kind] = mask if mask.device.type != "cpu" or bool(mask.any()) else None
         return self.masks[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where a pass finds the keys and values of its sequences, in int32 as FlashAttention takes it."""
+
+    begins: Tensor
+    """First token of each sequence in the pass, and their total number, [sequences + 1]."""
+    lengths: Tensor
+    """Cached tokens that the last token of each sequence sees, [sequences]."""
+    table: Tensor
+    """Pages of each sequence, [sequences, pages of a slot]."""
+    widest: int
+    """Largest number of tokens that a sequence has in the pass."""
+
+    @classmethod
+    def of(cls, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int, pages: int) -> Pages:
+        """Return the pages of some slots, each of which has ``pages`` adjacent ones."""
+        table = slots[:, None] * pages + torch.arange(pages, device=slots.device)
+        return cls(begins=begins.int(), lengths=lengths.int(), table=table.int(), widest=widest)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, window: float, scaling: float | None
+    ) -> Tensor:
+        """Return the attention of all sequences of a pass, [tokens, heads, dim].
+
+        Args:
+            query: [tokens, heads, dim].
+            key: keys of the whole cache, [slots, heads or fewer, columns, dim].
+            value: like ``key``.
+            window: number of tokens that a token sees, itself included.
+            scaling: factor of the scores.
+        """
+        keys, values = (one.transpose(1, 2).unflatten(1, (-1, PAGE)).flatten(0, 1) for one in (key, value))
+        until = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return varlen.varlen_attn(  # type: ignore[return-value]  # without return_aux
+            query,
+            keys,
+            values,
+            self.begins,
+            until,
+            self.widest,
+            self.table.shape[1] * PAGE,
+            scale=scaling,
+            window_size=(-1 if window == math.inf else int(window) - 1, 0),
+            enable_gqa=query.shape[1] != keys.shape[2],
+            seqused_k=self.lengths,
+            block_table=self.table,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,11 +204,20 @@ _pass: ContextVar[SlotCache | None] = ContextVar("pass", default=None)
 class SlotCache(Cache):
     """Keys and values of ``num_slots`` sequences of up to ``max_context`` tokens each.
 
-    One more column after ``max_context`` receives the keys and values of padding. If attention consists of
-    products, keys are stored by column, and only as many columns as the longest sequence needs.
+    One more column after ``max_context``, or with pages one more slot, receives the keys and values of
+    padding. If attention consists of products, keys are stored by column, and only as many columns as the
+    longest sequence needs.
+
+    Args:
+        model: determines shapes and kinds of the layers.
+        num_slots: number of sequences.
+        max_context: maximum number of tokens of a sequence.
+        paged: store the tokens of a slot in pages, which FlashAttention reads for all sequences in one call.
     """
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_context: int, paged: bool = False
+    ) -> None:
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
@@ -157,11 +226,18 @@ class SlotCache(Cache):
         self.kinds = layer_types(model.config)
         self.config = model.config.get_text_config()
         self._argument = cache_argument(model)
-        self._by_column = attends_by_products(next(model.parameters()))
+        self.paged = paged
+        self._by_column = not paged and attends_by_products(next(model.parameters()))
         self._columns = 0 if self._by_column else max_context + 1
+        if paged:
+            self._columns = max_context + -max_context % PAGE
         self.groups: Sequence[Group] = ()
+        self.pages: Pages | None = None
+        """The sequences of a pass, in place of ``groups``."""
+        self.rows: Rows | None = None
+        """The rows of a decode pass with fixed shapes, in place of ``groups``."""
         self.positions = torch.empty(0)
-        self._slots = torch.empty(0)
+        self._slots = self._stored_at = torch.empty(0)
         self._storage: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
@@ -170,22 +246,61 @@ class SlotCache(Cache):
         tokens, self._slots, self.positions = torch.tensor(
             [one.token_ids, one.slots, one.positions], device=device
         )
-        self.groups = one.groups
+        self.groups, self._stored_at = one.groups, self.positions
         self._reserve(max(max(one.positions) + 1, *(group.length for group in one.groups)))
+        if self.paged:
+            slots, begins, lengths = (
+                torch.tensor(values, device=device)
+                for values in (
+                    [group.slots[0] for group in one.groups],
+                    [*(group.begin for group in one.groups), one.groups[-1].end],
+                    [group.length for group in one.groups],
+                )
+            )
+            self.pages = self.pages_of(
+                slots, begins=begins, lengths=lengths, widest=max(group.width for group in one.groups)
+            )
+        else:
+            for group in one.groups:
+                group.prepare(device, allocated=self._columns if self._by_column else 0)
+        with self._entered():
+            yield self._arguments(tokens)
+
+    def pages_of(self, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int) -> Pages:
+        """Return the pages of the sequences of a pass, which are in these slots."""
+        return Pages.of(slots, begins=begins, lengths=lengths, widest=widest, pages=self._columns // PAGE)
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of a slot."""
+        return self._columns
+
+    @contextmanager
+    def decoding(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        """Yield the arguments with which a model runs a decode pass with fixed shapes."""
+        self._slots, self.positions, self._stored_at = rows.slots, rows.positions, rows.stored_at
+        self.rows, self.pages = rows, rows.pages
+        with self._entered():
+            yield self._arguments(rows.token_ids)
+
+    def _arguments(self, tokens: Tensor) -> dict[str, Any]:
         # Padding is stored beyond the last position that a model has: embeddings of positions end there.
         shown = self.positions.clamp(max=self.max_context - 1)
-        for group in one.groups:
-            group.prepare(device, allocated=self._columns if self._by_column else 0)
+        return {
+            "input_ids": tokens[None],
+            "position_ids": shown[None],
+            self._argument: self,
+            "use_cache": True,
+        }
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         token = _pass.set(self)
         try:
-            yield {
-                "input_ids": tokens[None],
-                "position_ids": shown[None],
-                self._argument: self,
-                "use_cache": True,
-            }
+            yield
         finally:
             _pass.reset(token)
+            self.rows = self.pages = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -195,8 +310,8 @@ class SlotCache(Cache):
             keys = self._allocate(key_states, by_column=self._by_column)
             self._storage.append((keys, self._allocate(value_states)))
         keys, values = self._storage[layer_idx]
-        keys[self._slots, :, self.positions] = key_states[0].transpose(0, 1)
-        values[self._slots, :, self.positions] = value_states[0].transpose(0, 1)
+        keys[self._slots, :, self._stored_at] = key_states[0].transpose(0, 1)
+        values[self._slots, :, self._stored_at] = value_states[0].transpose(0, 1)
         return keys, values
 
     def _reserve(self, columns: int) -> None:
@@ -213,10 +328,12 @@ class SlotCache(Cache):
             self._storage[layer] = more
 
     def _allocate(self, like: Tensor, *, by_column: bool = False) -> Tensor:
-        sizes = [self._columns, like.shape[3]]
-        stored = sizes[::-1] if by_column else sizes
-        zeros = like.new_zeros(self.num_slots, like.shape[1], *stored)
-        return zeros.transpose(2, 3) if by_column else zeros
+        heads, columns, dim = like.shape[1], self._columns, like.shape[3]
+        if by_column:
+            return like.new_zeros(self.num_slots, heads, dim, columns).transpose(2, 3)
+        if self.paged:
+            return like.new_zeros(self.num_slots + 1, columns, heads, dim).transpose(1, 2)
+        return like.new_zeros(self.num_slots, heads, columns, dim)
 
     def copy(self, source: int, target: int, *, length: int) -> None:
         """Copy the first ``length`` columns of slot ``source`` into slot ``target``."""
@@ -257,6 +374,17 @@ def slot_attention(
     assert cache is not None
     kind = cache.kinds[int(module.layer_idx)]  # type: ignore[arg-type]
     flat = query[0]
+    if cache.pages is not None:
+        if softcap is not None or s_aux is not None:
+            raise ValueError("FlashAttention with pages has no bound of the scores and no sinks")
+        window = reach(cache.config, kind)
+        attended = cache.pages.attend(flat.transpose(0, 1), key, value, window=window, scaling=scaling)
+        return attended[None], None
+    if cache.rows is not None:
+        attended = cache.rows.attend(
+            flat, key, value, kind=kind, scaling=scaling, softcap=softcap, sinks=s_aux
+        )
+        return attended[None], None
     result = query.new_empty(flat.shape[1], flat.shape[0], value.shape[-1])
     for group in cache.groups:
         part = slice(group.begin, group.end)

@@ -1,10 +1,14 @@
-"""Constrained decoding: a grammar and the tokens so far -> the tokens that can follow, by llguidance."""
+"""Limits on the next token: a grammar and the tokens so far -> the tokens that can follow, by llguidance.
+
+Truncated sampling excludes improbable tokens.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentrl_train.errors import ConstraintError
-from agentrl_train.types import AllowedSets
+from agentrl_train.types import AllowedSets, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -204,3 +208,40 @@ def unpacked(sets: Sequence[bytes], vocabulary: int) -> torch.Tensor:
         if packed:
             row[:] = np.unpackbits(np.frombuffer(packed, np.uint8), count=vocabulary, bitorder="little")
     return torch.from_numpy(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """The limits of ``SamplingParams`` on the tokens that can be sampled, [rows] each."""
+
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, requested: Sequence[SamplingParams], device: torch.device) -> Truncation:
+        """Return the limits of these rows."""
+        return cls(
+            top_p=torch.tensor([one.top_p for one in requested], device=device),
+            top_k=torch.tensor([one.top_k for one in requested], device=device),
+            min_p=torch.tensor([one.min_p for one in requested], device=device),
+        )
+
+    def __getitem__(self, rows: slice) -> Truncation:
+        """Return the limits of some rows."""
+        return Truncation(top_p=self.top_p[rows], top_k=self.top_k[rows], min_p=self.min_p[rows])
+
+    def apply(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocabulary] that are -inf for the excluded tokens.
+
+        The limits apply in the order of vLLM: ``min_p``, ``top_k``, then ``top_p`` of the remaining tokens.
+        The most probable token is always kept.
+        """
+        ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+        out = ordered < ordered[:, :1] + self.min_p.log()[:, None]
+        ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+        out |= (ranks >= self.top_k[:, None]) & (self.top_k > 0)[:, None]
+        probabilities = ordered.masked_fill(out, -torch.inf).softmax(dim=-1, dtype=torch.float64)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        out |= (before >= self.top_p[:, None]) & (self.top_p < 1.0)[:, None]
+        return scaled.masked_fill(out.scatter(-1, tokens, out), -torch.inf)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from agentrl_train.engine.cache import (
     ATTENTION,
+    MOST,
     Drafts,
     Group,
     Pass,
@@ -20,11 +22,14 @@ from agentrl_train.engine.cache import (
     joined,
     shared_prefix,
 )
-from agentrl_train.engine.constraint import Matcher, unpacked
-from agentrl_train.engine.truncation import Truncation
+from agentrl_train.engine.constraint import Truncation, unpacked
+from agentrl_train.engine.gpu import DecodeGraphs, Fed, can_be_paged
 from agentrl_train.errors import ConstraintError, EngineBroken, not_numbers
 from agentrl_train.models.architecture import read_logits
-from agentrl_train.types import AllowedSets, Completion, SamplingParams
+from agentrl_train.types import SamplingParams
+
+if TYPE_CHECKING:
+    from agentrl_train.engine.torch import Request
 
 BLOCK = 256
 """Number of weights in a block."""
@@ -60,7 +65,8 @@ def sample(
         Token ids [rows], and their log-probabilities [rows] in float32 among the remaining tokens.
     """
     rows = max(1, CACHED_LOGITS // logits.shape[1])
-    if logits.device.type == "cpu" and len(logits) > rows:
+    on_cpu = logits.device.type == "cpu"
+    if on_cpu and len(logits) > rows:
         parts = [
             sample(
                 logits[part],
@@ -75,7 +81,8 @@ def sample(
         return torch.cat(drawn), torch.cat(scores)
     greedy = temperatures == 0
     scaled = logits.float()
-    if not bool((temperatures == 1).all()):
+    # A GPU would have to finish all earlier work before a condition is known.
+    if not on_cpu or not bool((temperatures == 1).all()):
         scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
     if allowed is not None:
         scaled = scaled.masked_fill(~allowed, -torch.inf)
@@ -83,7 +90,7 @@ def sample(
         scaled = truncation.apply(scaled)
     largest = scaled.amax(dim=-1, keepdim=True)
     tokens, total = draw((scaled - largest).exp_(), uniforms[:, None].double())
-    if bool(greedy.any()):
+    if not on_cpu or bool(greedy.any()):
         tokens = torch.where(greedy[:, None], scaled.argmax(dim=-1, keepdim=True), tokens)
     logprobs = scaled.gather(-1, tokens) - largest - total.log().float()
     return tokens[:, 0], logprobs[:, 0]
@@ -129,58 +136,6 @@ FIXED_ROWS = 16
 """Sequences of every decode pass in deterministic mode, padding included."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """A completion request; ``done`` is called once, in the thread of the engine."""
-
-    session_key: str
-    context: Sequence[int]
-    sampling: SamplingParams
-    done: Callable[[Completion], None]
-    failed: Callable[[ConstraintError], None] | None = None
-    """Called instead of ``done`` if the constraint cannot be satisfied."""
-    matcher: Matcher | None = None
-    """Constraint for the tokens after ``token_ids``."""
-    uniforms: np.ndarray = field(init=False)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    """Numbers of the sets that the tokens were drawn from."""
-    sets: dict[bytes, int] = field(default_factory=dict)
-    """Allowed sets of a constrained request, with their numbers from 1."""
-
-    def __post_init__(self) -> None:
-        generator = np.random.default_rng(self.sampling.seed)
-        self.uniforms = generator.random(self.sampling.max_new_tokens, dtype=np.float32)
-
-    def restart(self) -> None:
-        """Discard the sampled tokens. The random numbers stay the same."""
-        for sampled in (self.token_ids, self.logprobs, self.versions, self.places):
-            sampled.clear()
-        if self.matcher is not None:
-            self.matcher.restart()
-
-    def add(self, token: int, logprob: float, *, version: int, drawn_from: bytes) -> None:
-        """Append a sampled token, drawn from the set of all tokens if ``drawn_from`` is empty."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if drawn_from:
-            self.places.append(self.sets.setdefault(drawn_from, len(self.sets) + 1))
-
-    def completion(self, *, finish_reason: str, policy: str) -> Completion:
-        """Return the sampled tokens as a completion."""
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish_reason=finish_reason,
-            policy=policy,
-            allowed=AllowedSets(sets=tuple(self.sets), places=self.places) if self.matcher else None,
-        )
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
     """A slot of the cache: its session, its cached tokens, and the active request."""
@@ -214,6 +169,11 @@ class _Part:
     failure: ConstraintError | None = None
     """Reason why no token can be sampled."""
 
+    @property
+    def unlimited(self) -> bool:
+        """Return True if every token can be sampled at every position."""
+        return not any(self.allowed)
+
     def constrain(self) -> None:
         """Find the allowed tokens, and drop guesses from the first one that is not allowed."""
         request = self.sequence.request
@@ -242,6 +202,9 @@ class Scheduler:
     With ``fixed_rows`` a completion depends, bit for bit, only on the weights and its request. No prefix is
     shared or kept, no tokens are guessed, and each context is prefilled alone. Every decode pass has that
     many sequences, including padding, and its number of columns depends only on their length.
+
+    A GPU replays passes that only decode as CUDA graphs. ``paged`` stores keys and values in pages. By
+    default a GPU does so if ``can_be_paged``.
     """
 
     def __init__(
@@ -255,6 +218,7 @@ class Scheduler:
         policy_version: int = 0,
         fixed_rows: int = 0,
         drafts: Drafts | None = None,
+        paged: bool | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
@@ -268,7 +232,10 @@ class Scheduler:
         self._stop = frozenset(stop_token_ids)
         self._device = next(model.parameters()).device
         self._max_context = max_context
-        self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context)
+        on_gpu = self._device.type == "cuda" and not fixed_rows
+        paged = on_gpu and can_be_paged(model) if paged is None else paged
+        self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context, paged=paged)
+        self._graphs = DecodeGraphs(model, self._cache, sample=sample) if on_gpu else None
         self._slots: list[_Sequence | None] = [None] * num_slots
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
         self._active: dict[int, _Sequence] = {}
@@ -329,6 +296,7 @@ class Scheduler:
             policy_version=self.policy_version,
             fixed_rows=self._fixed_rows,
             drafts=self._drafts,
+            paged=self._cache.paged,
         )
         fresh.num_sampled, fresh.num_prefilled = self.num_sampled, self.num_prefilled
         fresh.num_completed = self.num_completed
@@ -403,11 +371,16 @@ class Scheduler:
         decoding: list[_Part] = []
         prefilling: list[_Part] = []
         budget = PASS_TOKENS
+        guesses = MOST
+        if self._graphs is not None and self._active:
+            guesses = self._graphs.most_guesses(1 + max(self._active))
         for slot in sorted(self._active):
             sequence = self._active[slot]
             ahead = sequence.ahead
             if len(ahead) == 1:
-                decoding.append(_Part(sequence=sequence, pending=ahead, drafted=self._guess(sequence)))
+                decoding.append(
+                    _Part(sequence=sequence, pending=ahead, drafted=self._guess(sequence, most=guesses))
+                )
                 continue
             if self._copy_prefix(sequence, prefilling):
                 continue
@@ -419,12 +392,12 @@ class Scheduler:
                 budget -= len(part.pending)
         return decoding + prefilling
 
-    def _guess(self, sequence: _Sequence) -> list[int]:
+    def _guess(self, sequence: _Sequence, *, most: int) -> list[int]:
         request = sequence.request
         assert request is not None
         room = self._max_context - len(sequence.cached) - 1
         left = request.sampling.max_new_tokens - len(request.token_ids) - 1
-        return self._drafts.guess(request.context, request.token_ids, most=min(room, left))
+        return self._drafts.guess(request.context, request.token_ids, most=min(room, left, most))
 
     def _copy_prefix(self, sequence: _Sequence, prefilling: Sequence[_Part]) -> bool:
         """Copy the shared prefix from another sequence's cache. Return True if more of it will follow."""
@@ -472,30 +445,9 @@ class Scheduler:
             return
         for part in parts:
             part.constrain()
-        begins = np.cumsum([0, *(len(part.pending) + len(part.drafted) for part in parts)])
-        logits = self._logits(parts, begins)
-        chosen: list[Request] = []
-        uniforms: list[float] = []
-        for part in parts:
-            if part.samples and (request := part.sequence.request) is not None:
-                first = len(request.token_ids)
-                chosen += [request] * (1 + len(part.drafted))
-                uniforms += request.uniforms[first : first + 1 + len(part.drafted)].tolist()
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        if chosen:
-            sampling = [request.sampling for request in chosen]
-            limits = Truncation.of(sampling, self._device) if any(one.truncates for one in sampling) else None
-            drawn, scores = sample(
-                logits,
-                temperatures=torch.tensor([one.temperature for one in sampling], device=self._device),
-                uniforms=torch.tensor(uniforms, device=self._device),
-                truncation=limits,
-                allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
-            )
-            tokens, logprobs = drawn.tolist(), scores.tolist()
-            if not np.isfinite(logprobs).all():
-                raise EngineBroken(not_numbers("engine", self.policy_version))
+        tokens, logprobs = self._sample(parts)
+        if not np.isfinite(logprobs).all():
+            raise EngineBroken(not_numbers("engine", self.policy_version))
         place = 0
         for part in parts:
             self._count_prefilled(part)
@@ -505,13 +457,48 @@ class Scheduler:
                 self._accept(part, tokens[place:until], logprobs[place:until])
                 place = until
 
+    def _sample(self, parts: Sequence[_Part]) -> tuple[list[int], list[float]]:
+        """Run the model and sample the tokens, with which a GPU is waited for once."""
+        chosen: list[SamplingParams] = []
+        uniforms: list[float] = []
+        for part in parts:
+            if part.samples and (request := part.sequence.request) is not None:
+                first, count = len(request.token_ids), 1 + len(part.drafted)
+                chosen += [request.sampling] * count
+                uniforms += request.uniforms[first : first + count].tolist()
+        temperatures = [one.temperature for one in chosen]
+        limits = Truncation.of(chosen, self._device) if any(one.truncates for one in chosen) else None
+        decoded = None
+        if self._graphs is not None and all(part.samples and len(part.pending) == 1 for part in parts):
+            fed = [Fed(p.sequence.slot, len(p.sequence.cached), [*p.pending, *p.drafted]) for p in parts]
+            decoded = self._graphs.run(
+                fed, temperatures=temperatures, uniforms=uniforms, plain=lambda: self._logits(parts)
+            )
+            if decoded is not None and limits is None and all(part.unlimited for part in parts):
+                return decoded.token_ids, decoded.logprobs
+        logits = self._logits(parts) if decoded is None else decoded.logits()
+        if not chosen:
+            return [], []
+        drawn = sample(
+            logits,
+            temperatures=torch.tensor(temperatures, device=self._device),
+            uniforms=torch.tensor(uniforms, device=self._device),
+            truncation=limits,
+            allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
+        )
+        tokens, logprobs = torch.stack([one.double() for one in drawn]).tolist()
+        return [int(token) for token in tokens], logprobs
+
     def _allowed(self, parts: Sequence[_Part], *, vocabulary: int) -> torch.Tensor | None:
         """Return the tokens that each position can sample, or None if all can sample any."""
+        if all(part.unlimited for part in parts):
+            return None
         sets = [one for part in parts for one in part.allowed]
-        return unpacked(sets, vocabulary).to(self._device) if any(sets) else None
+        return unpacked(sets, vocabulary).to(self._device)
 
-    def _logits(self, parts: Sequence[_Part], begins: np.ndarray) -> torch.Tensor:
+    def _logits(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Run the model; return the logits [samples, vocabulary] of the positions that sample."""
+        begins = np.cumsum([0, *(len(part.pending) + len(part.drafted) for part in parts)])
         padding = 0
         if self._fixed_rows and parts[0].samples:
             padding = self._fixed_rows - len(parts)
@@ -556,6 +543,8 @@ class Scheduler:
             )
             for part, begin, end in zip(parts, begins.tolist(), begins.tolist()[1:], strict=False)
         ]
+        if self._cache.paged:
+            return calls
         decoding, on_cpu = [len(part.pending) == 1 for part in parts], self._device.type == "cpu"
         return joined(calls, decoding=decoding, on_cpu=on_cpu)
 

@@ -14,15 +14,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_train.engine.cache import Drafts
 from agentrl_train.engine.constraint import Grammars, Matcher
-from agentrl_train.engine.scheduler import FIXED_ROWS, Request, Scheduler
+from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler
 from agentrl_train.errors import (
     ConstraintError,
     EngineBroken,
@@ -40,7 +42,7 @@ from agentrl_train.models.architecture import (
     repack_weights,
     require_context,
 )
-from agentrl_train.types import UNTRACED, Completion, SamplingParams, Trace
+from agentrl_train.types import UNTRACED, AllowedSets, Completion, SamplingParams, Trace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,6 +53,58 @@ SHORTEST_IDLE_S = 1e-3
 """Shorter idle gaps are not traced."""
 MAX_REBUILDS = 3
 """Consecutive cache rebuilds without a completion after which the engine fails."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A completion request; ``done`` is called once, in the thread of the engine."""
+
+    session_key: str
+    context: Sequence[int]
+    sampling: SamplingParams
+    done: Callable[[Completion], None]
+    failed: Callable[[ConstraintError], None] | None = None
+    """Called instead of ``done`` if the constraint cannot be satisfied."""
+    matcher: Matcher | None = None
+    """Constraint for the tokens after ``token_ids``."""
+    uniforms: np.ndarray = field(init=False)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """Numbers of the sets that the tokens were drawn from."""
+    sets: dict[bytes, int] = field(default_factory=dict)
+    """Allowed sets of a constrained request, with their numbers from 1."""
+
+    def __post_init__(self) -> None:
+        generator = np.random.default_rng(self.sampling.seed)
+        self.uniforms = generator.random(self.sampling.max_new_tokens, dtype=np.float32)
+
+    def restart(self) -> None:
+        """Discard the sampled tokens. The random numbers stay the same."""
+        for sampled in (self.token_ids, self.logprobs, self.versions, self.places):
+            sampled.clear()
+        if self.matcher is not None:
+            self.matcher.restart()
+
+    def add(self, token: int, logprob: float, *, version: int, drawn_from: bytes) -> None:
+        """Append a sampled token, drawn from the set of all tokens if ``drawn_from`` is empty."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if drawn_from:
+            self.places.append(self.sets.setdefault(drawn_from, len(self.sets) + 1))
+
+    def completion(self, *, finish_reason: str, policy: str) -> Completion:
+        """Return the sampled tokens as a completion."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+            policy=policy,
+            allowed=AllowedSets(sets=tuple(self.sets), places=self.places) if self.matcher else None,
+        )
 
 
 class TorchEngine:

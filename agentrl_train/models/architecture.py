@@ -172,7 +172,7 @@ def attend(
         if is_causal and attends_by_products(value):
             query, key = query.to(value.dtype), key.to(value.dtype)
             return _CausalBlocks.apply(query, key, value, scaling)  # type: ignore[no-any-return]
-        if query.device.type == "cpu" and few and (grouped or by_column):
+        if few and (grouped or by_column) and (query.device.type == "cpu" or mask is not None):
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
         return scaled_dot_product_attention(
             query,
@@ -206,7 +206,8 @@ def _attend_in_groups(
     """Like ``attend``, but treat the query heads of a key head as additional queries.
 
     With shared keys (``enable_gqa``), the kernel of a CPU reads the keys once for each query head and
-    multiplies bfloat16 row by row. With one query per sequence it takes up to seven times as long.
+    multiplies bfloat16 row by row. With one query per sequence it takes up to seven times as long. On a GPU
+    no fast kernel has both shared keys and a mask.
     """
     rows, heads, width, dim = query.shape
     shared = heads // key.shape[1]

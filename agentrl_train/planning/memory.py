@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from agentrl_train.config import EngineSection, LoraSection, ModelSection, TrainSection
+from agentrl_train.engine.cache import PAGE
 from agentrl_train.learner.lora import add_adapters, is_adapter
 from agentrl_train.models.architecture import (
     CHUNKED,
@@ -133,7 +134,7 @@ def _count_adapters(model: PreTrainedModel, lora: LoraSection) -> int:
 
 
 def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[str, int]) -> dict[str, float]:
-    """Return the bytes of the parts of the engine.
+    """Return the bytes of the parts of the engine. On a GPU, the cache of a session has whole pages.
 
     Args:
         size: shapes of the model.
@@ -141,7 +142,8 @@ def engine_memory(size: ModelSize, engine: EngineSection, *, sessions: Mapping[s
         sessions: sampling policy -> number of its concurrent episodes.
     """
     number = 2 if engine.dtype == "bfloat16" else 4
-    cache = sum(sessions.values()) * engine.max_context * size.cached * number
+    columns = engine.max_context + (-engine.max_context % PAGE if engine.device != "cpu" else 0)
+    cache = sum(sessions.values()) * columns * size.cached * number
     if engine.kind == "vllm":
         cache = int(engine.vllm.args.get("kv_cache_memory_bytes", VLLM_CPU_CACHE)) * len(sessions)
     weights = float(len(sessions) * size.parameters * number)

@@ -1,8 +1,9 @@
 """Guessed tokens and shared prefixes change the engine's work but not its samples."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,8 @@ from agentrl_train.engine.cache import (
     PrefixIndex,
     shared_prefix,
 )
-from agentrl_train.engine.scheduler import Request, Scheduler
+from agentrl_train.engine.scheduler import Scheduler
+from agentrl_train.engine.torch import Request
 from agentrl_train.types import Completion, SamplingParams
 from tests.architectures import tiny
 from tests.tiny_models import make_model
@@ -46,13 +48,27 @@ def play(
     model: torch.nn.Module,
     *,
     most: int,
+    samplings: Sequence[SamplingParams] = (SamplingParams(max_new_tokens=16, top_k=20),),
+    paged: bool | None = None,
+    changed: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> tuple[Completions, int]:
     """Play pairs of equal sessions with shared openings. Return the completions and the number of passes.
 
     New weights are loaded in the middle of completions.
+
+    Args:
+        monkeypatch: limits the number of guesses.
+        model: the policy.
+        most: most guesses in a pass.
+        samplings: parameters of the sessions, in turn.
+        paged: as in ``Scheduler``.
+        changed: changes the scheduler before it is used.
     """
     monkeypatch.setattr("agentrl_train.engine.cache.MOST", most)
-    scheduler = Scheduler(deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100)
+    scheduler = Scheduler(
+        deepcopy(model), name="current", stop_token_ids=[2], num_slots=5, max_context=100, paged=paged
+    )
+    changed(scheduler)
     draw, done, passes = random.Random(1), {}, 0
     opening = [draw.randrange(5, 60) for _ in range(40)]
     contexts = {f"{n} {wave}": [*opening[: 20 + 3 * n], 5 + n] for wave in "ab" for n in range(6)}
@@ -63,7 +79,7 @@ def play(
                 request = Request(
                     session_key=key,
                     context=context,
-                    sampling=SamplingParams(max_new_tokens=16, top_k=20, seed=100 * turn + int(key[0])),
+                    sampling=replace(samplings[int(key[0]) % len(samplings)], seed=100 * turn + int(key[0])),
                     done=lambda completion, at=(key, turn): done.update({at: completion}),
                 )
                 scheduler.submit(request)

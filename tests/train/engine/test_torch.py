@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from copy import deepcopy
 
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from agentrl_train.engine import scheduler
+from agentrl_train.engine.constraint import Truncation
 from agentrl_train.engine.scheduler import SINGLE_BLOCK, Scheduler, draw, sample
 from agentrl_train.engine.torch import TorchEngine
-from agentrl_train.engine.truncation import Truncation
 from agentrl_train.errors import EngineBroken, EngineError
 from agentrl_train.types import Completion, SamplingParams
 from agentrl_train.weights import FOREIGN, Publisher, StaleWeights
@@ -305,10 +306,19 @@ async def test_weights_that_are_not_numbers_fail_the_engine_without_a_retry(
     assert "restarted" not in caplog.text
 
 
-async def test_published_weights_that_are_not_numbers_fail_running_completions() -> None:
-    engine = make_engine(max_context=1024)
-    long = SamplingParams(max_new_tokens=900)
-    running = asyncio.create_task(engine.generate(prompt(1), sampling=long, session_key="a"))
+async def test_published_weights_that_are_not_numbers_fail_running_completions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, step = make_engine(), Scheduler.step
+
+    def step_and_wait_for_weights(scheduler: Scheduler) -> None:
+        step(scheduler)
+        while scheduler.policy_version < 3 and not engine._inbox:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Scheduler, "step", step_and_wait_for_weights)
+    params = SamplingParams(max_new_tokens=8)
+    running = asyncio.create_task(engine.generate(prompt(1), sampling=params, session_key="a"))
     await sampled(engine, 1)
     state = {name: value * torch.nan for name, value in make_model().named_parameters()}
     engine.publish(state, policy_version=3)

@@ -92,6 +92,7 @@ def test_cache_grows_with_sessions_context_and_dtype() -> None:
     assert cache(max_sessions=4) == 4 * 512 * layers * 2 * key_heads * head_width * 4
     assert cache(max_sessions=8) == 2 * cache(max_sessions=4)
     assert cache(max_sessions=4, dtype="bfloat16") == cache(max_sessions=4) / 2
+    assert cache(max_context=600, device="cuda") == cache(max_context=768)
 
 
 def test_every_sampling_policy_has_its_weights() -> None:
