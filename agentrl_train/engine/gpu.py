@@ -373,9 +373,13 @@ def agrees(model: PreTrainedModel) -> bool:
     except Exception as error:  # whatever a kernel does not support
         if ran_out_of_memory(error):
             raise
-        logger.info("attention without pages, because FlashAttention failed: %s", error)
+        logger.info("attention without pages: %s", error)
         return False
-    return _alike(found, plain)
+    if same := _alike(found, plain):
+        logger.info("attention by pages")
+    else:
+        logger.warning("attention without pages, which is slower: FlashAttention gives other hidden states")
+    return same
 
 
 def _tried(model: PreTrainedModel, *, paged: bool) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.benchmarks.gpu_quick.parts import LIMITS_S, PARTS, ROOT
 
 def main() -> None:
     """Run all parts, or a single part in this process."""
+    logging.basicConfig(level=logging.INFO)  # the engine logs how it computes
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu_quick")
     parser.add_argument("results", type=Path, help="folder of the results")
     parser.add_argument("--model", required=True, help="a value of model.path")

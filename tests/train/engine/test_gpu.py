@@ -170,12 +170,16 @@ def test_decode_pass_never_waits_for_its_device(
     assert logits.shape[0] == drawn.shape[1] == shape.tokens
 
 
-def test_pages_are_used_if_they_agree(monkeypatch: pytest.MonkeyPatch, pages: None) -> None:
+def test_pages_are_used_if_they_agree(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pages: None
+) -> None:
     model = attending(tiny("Qwen3"))
     assert agrees(model)
+    assert not caplog.records
     shifted = partial(attend_shifted, by=1)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", shifted)
     assert not agrees(model)
+    assert "other hidden states" in caplog.text
 
 
 def attend_shifted(query: Tensor, *args: Any, seqused_k: Tensor, by: int, **options: Any) -> Tensor:
