@@ -104,7 +104,7 @@ class EngineSection(Section):
     """PyTorch device of engine and learner: "cpu" or "cuda"."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the sampling weights. The trainer keeps float32. "auto" is bfloat16 for models of at least 50
-    million parameters on a CPU with bfloat16 instructions, and otherwise float32."""
+    million parameters on a CPU or GPU with instructions for it, and otherwise float32."""
     max_sessions: Count = 64
     """Concurrent episodes."""
     max_context: Annotated[int, Field(ge=16)] = 2048
@@ -279,7 +279,7 @@ class TrainSection(Section):
     """Token budget of one micro-batch."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of the learner. Parameters stay in float32. "auto" is bfloat16 for models of at least 50
-    million parameters on a CPU with bfloat16 instructions, and otherwise float32."""
+    million parameters on a CPU or GPU with instructions for it, and otherwise float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload_optimizer: bool = False

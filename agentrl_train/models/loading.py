@@ -60,7 +60,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
 """Capabilities of processors that multiply bfloat16 several times faster than float32."""
 LARGE_MODEL = 50_000_000
-"""Number of parameters from which a CPU should compute in bfloat16. Smaller models gain little."""
+"""Number of parameters from which a device should compute in bfloat16. Smaller models gain little."""
 
 
 def load_policy(
@@ -254,14 +254,19 @@ def _check_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def auto_dtype(model: PreTrainedModel, device: str) -> str:
     """Return the dtype that "auto" selects for the computations of an engine or a learner.
 
-    It is bfloat16 for a large model on a CPU with instructions for it, and otherwise float32. A measurement
-    would be more exact, but repeated runs on a machine could differ.
+    It is bfloat16 for a large model on a device with instructions for it, and otherwise float32. A
+    measurement would be more exact, but repeated runs on a machine could differ.
     """
     large = sum(value.numel() for value in model.parameters()) >= LARGE_MODEL
+    return "bfloat16" if large and _multiplies_bfloat16(device) else "float32"
+
+
+def _multiplies_bfloat16(device: str) -> bool:
+    if device != "cpu":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     # Older releases lack the function.
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    fast = device == "cpu" and any(capabilities.get(name) for name in FAST_BFLOAT16)
-    return "bfloat16" if large and fast else "float32"
+    return any(capabilities.get(name) for name in FAST_BFLOAT16)
 
 
 def with_dtype(engine: EngineSection, model: PreTrainedModel) -> EngineSection:

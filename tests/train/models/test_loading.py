@@ -471,3 +471,17 @@ def test_engine_process_starts_with_base_of_adapter(adapter: Path, monkeypatch: 
             launcher=launcher,
         )
     assert (started[0].model, started[0].revision) == (str(adapter.parent / "base"), "older")
+
+
+@pytest.mark.parametrize(
+    ("fast", "large", "expected"),
+    [(True, True, "bfloat16"), (False, True, "float32"), (True, False, "float32")],
+)
+def test_large_model_uses_bfloat16_on_a_gpu_that_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, large: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: fast)
+    model = make_model()
+    monkeypatch.setattr(loading, "LARGE_MODEL", model.num_parameters() + (0 if large else 1))
+    assert loading.auto_dtype(model, "cuda:0") == expected
