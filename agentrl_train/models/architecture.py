@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils.generic import ModelOutput
 
@@ -174,6 +175,8 @@ def attend(
             return _CausalBlocks.apply(query, key, value, scaling)  # type: ignore[no-any-return]
         if few and (grouped or by_column) and (query.device.type == "cpu" or mask is not None):
             return _attend_in_groups(query, key, value, mask=mask, scaling=scaling)
+        if query.device.type != "cpu":
+            return _attend_on_gpu(query, key, value, mask=mask, is_causal=is_causal, scaling=scaling)
         return scaled_dot_product_attention(
             query,
             key.contiguous() if by_column else key,
@@ -224,6 +227,24 @@ def _attend_in_groups(
     return seen.reshape(rows, heads, width, value.shape[-1])
 
 
+def _attend_on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, scaling: float
+) -> Tensor:
+    """Like ``attend``, by a kernel of a GPU that keeps no scores.
+
+    FlashAttention has shared keys and causal queries of the last keys, but no masks and no float32. The other
+    kernel has both, but its heads have keys of their own.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not (is_causal and query.dtype in (torch.bfloat16, torch.float16)):
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        grouped = False
+    if is_causal:
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
 BLOCK_QUERIES = 128
 """Number of queries in a block. Only the scores of one block are in memory."""
 
@@ -245,7 +266,8 @@ def can_be_causal(value: Tensor, *, queries: int, window: float) -> bool:
         window: length up to which the layer has full attention (``reach``).
     """
     keys = value.shape[-2]
-    return keys <= window and (queries == keys or attends_by_products(value))
+    last = attends_by_products(value) or value.device.type != "cpu"
+    return keys <= window and (queries == keys or last)
 
 
 class _CausalBlocks(torch.autograd.Function):
@@ -459,8 +481,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of glibc's ``mallopt``."""
 LARGEST_REUSED = 2**30
 """Allocations up to this many bytes reuse freed memory."""
-RETURN_INTERVAL_S = 20.0
-"""Least time between two returns of freed memory to the kernel."""
 
 
 class Threads:
@@ -517,21 +537,6 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
     return tuple(library for library in libraries if hasattr(library, "omp_pause_resource_all"))
 
 
-class _Mallinfo2(ctypes.Structure):
-    """The result of glibc's ``mallinfo2``, in bytes.
-
-    In use are ``uordblks`` in arenas and ``hblkhd`` outside. ``fordblks`` are kept for reuse.
-    """
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
 def share_freed_memory() -> None:
     """Make all threads of this process use one arena, so that each can reuse what another has freed.
 
@@ -539,7 +544,7 @@ def share_freed_memory() -> None:
     takes a tenth less memory at the same speed. This has no effect if threads of this process have allocated
     memory before, or if the environment sets ``MALLOC_ARENA_MAX``. Other allocators are not changed.
     """
-    if (libc := _glibc()) is not None and "MALLOC_ARENA_MAX" not in os.environ:
+    if (libc := glibc()) is not None and "MALLOC_ARENA_MAX" not in os.environ:
         libc.mallopt(M_ARENA_MAX, 1)
 
 
@@ -549,36 +554,12 @@ def keep_freed_memory() -> None:
     By default glibc unmaps large tensors when they are freed. The kernel then clears each page again when it
     is next touched, which takes a sixth of the time of an update. Other allocators are not changed.
     """
-    if (libc := _glibc()) is not None:
+    if (libc := glibc()) is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-class FreedMemory:
-    """Returns memory that was freed to the kernel, after steps of a run.
-
-    Allocations of changing sizes leave holes, so that a run would take more memory with every step. The step
-    after a return takes about a second longer, so at least ``RETURN_INTERVAL_S`` pass between two. Other
-    allocators are not changed.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._returned_s = -math.inf
-
-    def return_excess(self) -> None:
-        """Return freed memory if it exceeds the memory in use."""
-        libc, now = _glibc(), self._clock()
-        if libc is None or not hasattr(libc, "mallinfo2") or now < self._returned_s + RETURN_INTERVAL_S:
-            return
-        libc.mallinfo2.restype = _Mallinfo2
-        sizes = libc.mallinfo2()
-        if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
-            libc.malloc_trim(0)
-            self._returned_s = now
-
-
-def _glibc() -> ctypes.CDLL | None:
+def glibc() -> ctypes.CDLL | None:
     """Return the C library if it is glibc. Its ``mallinfo2`` is new in version 2.33."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if hasattr(library, "malloc_trim") else None

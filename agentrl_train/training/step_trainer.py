@@ -5,7 +5,9 @@ It connects the steps of the path and collects their metrics.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from agentrl_train.config import AlgorithmSection
 from agentrl_train.critics.trainer import CriticTrainer
 from agentrl_train.errors import BadUpdate, LearnerOutOfMemory, ran_out_of_memory
 from agentrl_train.learner import Learner
-from agentrl_train.models.architecture import FreedMemory
+from agentrl_train.models.architecture import glibc
 from agentrl_train.reward.scoring import cosine_rise
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
@@ -38,6 +40,8 @@ TRACK = "trainer/steps"
 """Trace track of the parts of a step."""
 OLDEST = 8
 """Largest age in the staleness histogram; older tokens count as this age."""
+RETURN_INTERVAL_S = 20.0
+"""Least time between two returns of freed memory to the kernel."""
 
 
 class StepTrainer:
@@ -340,3 +344,42 @@ def engine_asleep(engine: Sleeper, *, release: Callable[[], None], trace: Trace)
     with trace.span(TRACK, "wake"):
         release()
         engine.wake()
+
+
+class FreedMemory:
+    """Returns memory that was freed to the kernel, after steps of a run.
+
+    Allocations of changing sizes leave holes, so that a run would take more memory with every step. The step
+    after a return takes about a second longer, so at least ``RETURN_INTERVAL_S`` pass between two. Other
+    allocators are not changed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._returned_s = -math.inf
+
+    def return_excess(self) -> None:
+        """Return freed memory if it exceeds the memory in use."""
+        libc, now = glibc(), self._clock()
+        if libc is None or not hasattr(libc, "mallinfo2") or now < self._returned_s + RETURN_INTERVAL_S:
+            return
+        libc.mallinfo2.restype = _Mallinfo2
+        sizes = libc.mallinfo2()
+        if sizes.fordblks > sizes.uordblks + sizes.hblkhd:
+            libc.malloc_trim(0)
+            self._returned_s = now
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The result of glibc's ``mallinfo2``, in bytes.
+
+    In use are ``uordblks`` in arenas and ``hblkhd`` outside. ``fordblks`` are kept for reuse.
+    """
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )

@@ -1,8 +1,9 @@
-"""Attention on a CPU equals PyTorch's, for all layouts of the keys and in blocks of queries."""
+"""Attention equals PyTorch's: all layouts of the keys, blocks of queries, and the kernels of a GPU."""
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl_train.models import architecture
@@ -90,3 +91,41 @@ def test_blocks_in_bfloat16_are_as_exact_as_the_type(queries: int, keys: int) ->
     for ours, exact in ((found.detach(), wanted.detach()), *zip(*gradients, strict=True)):
         error = (ours.double() - exact.double()).norm() / exact.double().norm()
         assert float(error) < torch.finfo(torch.bfloat16).eps
+
+
+@HEADS
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (5, 5), (150, 333)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_gpu_give_attention_and_gradients_of_a_causal_mask(
+    heads: int, key_heads: int, queries: int, keys: int, masked: bool, dtype: torch.dtype
+) -> None:
+    inputs = [one.requires_grad_() for one in tensors(heads, key_heads, queries, keys, dtype=dtype)]
+    mask = causal_mask(queries, keys)
+    wanted = expected(*inputs, mask, 0.7)
+    given = mask.to(dtype) if masked else None
+    found = architecture._attend_on_gpu(*inputs, mask=given, is_causal=not masked, scaling=0.7)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+    of_found = torch.randn_like(wanted)
+    ours = torch.autograd.grad(found, inputs, of_found.to(dtype))
+    theirs = torch.autograd.grad(wanted, inputs, of_found)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.to(dtype), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@HEADS
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_on_a_gpu_keeps_no_scores(
+    heads: int, key_heads: int, queries: int, keys: int, masked: bool
+) -> None:
+    inputs = [one.to("cuda") for one in tensors(heads, key_heads, queries, keys, dtype=torch.bfloat16)]
+    inputs[2] = inputs[2][..., :16]
+    mask = causal_mask(queries, keys).to("cuda")
+    wanted = expected(*inputs, mask, None)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # not by products
+        found = attend(*inputs, mask=mask.bfloat16() if masked else None, is_causal=not masked)
+    torch.testing.assert_close(found.double(), wanted, atol=0.1, rtol=0.1)

@@ -48,7 +48,8 @@ for _ in range(6):
 RETURNS = """
 import sys, torch
 from pathlib import Path
-from agentrl_train.models.architecture import FreedMemory, keep_freed_memory
+from agentrl_train.models.architecture import keep_freed_memory
+from agentrl_train.training.step_trainer import FreedMemory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
