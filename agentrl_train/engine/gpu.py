@@ -1,25 +1,27 @@
-"""Passes of a GPU: a trial of attention by pages, and decode passes as CUDA graphs.
+"""Passes of a GPU: a trial of attention by pages, and decode passes as CUDA graphs of compiled layers.
 
-A pass of a small model has hundreds of kernels, each shorter than its launch from Python. A graph launches
-all of them at once. It has fixed shapes and addresses, so its rows are the first slots of the cache, in
-order, with the same number of tokens each. Slots and tokens that do not take part are padding, with the
-position ``max_context``.
+A pass of a small model has a thousand kernels, each shorter than its launch from Python. Compiled layers have
+a third of them, and a graph launches all of them at once. It has fixed shapes and addresses, so its rows are
+the first slots of the cache, in order, with the same number of tokens each. Slots and tokens that do not take
+part are padding, with the position ``max_context``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.engine.cache import MOST, Group, Pages, Pass, SlotCache, varlen
+from agentrl_train.engine.cache import MOST, Group, Pages, Pass, SlotCache, slot_attention, varlen
 from agentrl_train.errors import ran_out_of_memory
 from agentrl_train.models.architecture import CHUNKED, attend, hiding, layer_types, read_logits
 
@@ -33,6 +35,11 @@ MOST_ROWS = 128
 """A decode pass with more tokens is limited by products, so more guesses would cost time."""
 SHORTEST_VIEW = 256
 """Minimum number of columns that attention reads without pages. It doubles as sequences grow."""
+SMALLEST_COMPILED = 50_000_000
+"""Compiling takes up to a minute, which smaller models do not need."""
+COMPILED, GRAPHS = "compiled layers", "CUDA graphs"
+UNCOMPILED = "agentrl_slots_uncompiled"
+"""Name of ``slot_attention`` as compiled layers call it."""
 WARM_UPS = 2
 """Passes before a capture, in which libraries select their kernels and allocate their memory."""
 
@@ -178,15 +185,18 @@ class DecodeGraphs:
     """Decode passes of one model, captured at the first use of each shape.
 
     The first replay of a graph must give the logits of a plain pass. If it does not, or if the model cannot
-    be captured, all later passes are plain ones.
+    be compiled or captured, later graphs have no compiled layers, or all later passes are plain ones.
 
     Args:
         model: the model, whose attention is ``slot_attention``.
         cache: the cache of its sequences.
         sample: samples the tokens, as a part of the graphs.
+        compiled: compile the layers; by default those of a model with ``SMALLEST_COMPILED`` parameters.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, *, sample: Sample) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: SlotCache, *, sample: Sample, compiled: bool | None = None
+    ) -> None:
         self._model = model
         self._cache = cache
         self._sample = sample
@@ -194,7 +204,11 @@ class DecodeGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = None
         """Memory that the graphs share, because they never run at the same time."""
-        self._usable = True
+        if compiled is None:
+            compiled = sum(value.numel() for value in model.parameters()) >= SMALLEST_COMPILED
+        self._means = [COMPILED, GRAPHS] if compiled else [GRAPHS]
+        """What the passes use; the first one is lost first."""
+        self._layers: CompiledLayers | None = None
 
     def most_guesses(self, slots: int) -> int:
         """Return how many tokens can be guessed for each sequence if the first ``slots`` slots take part."""
@@ -219,7 +233,7 @@ class DecodeGraphs:
         """
         shape = self._shape(fed)
         fits = all(one.begin + shape.width <= self._cache.columns for one in fed)
-        if not self._usable or not fits:
+        if not self._means or not fits:
             return None
         expected = None
         if (captured := self._captured.get(shape)) is None:
@@ -238,7 +252,7 @@ class DecodeGraphs:
             places=at,
         )
         if expected is not None and not _alike(decoded.logits(), expected):
-            self._give_up("its logits differ from those of a plain pass")
+            self._give_up("the logits differ from those of a plain pass")
             return None
         return decoded
 
@@ -280,6 +294,7 @@ class DecodeGraphs:
         return cells, lengths
 
     def _capture(self, shape: Shape) -> _Captured | None:
+        """Return a captured pass of padding, or None if the first of the means cannot be used."""
         staged = torch.zeros(4 * shape.tokens + shape.slots, dtype=torch.float64)
         self._blank(staged.numpy(), shape)
         inputs = staged.to(self._device)
@@ -304,16 +319,67 @@ class DecodeGraphs:
     def _compute(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         """Return the logits and the drawn tokens with their log-probabilities, without waiting for them."""
         rows = Rows(inputs, shape=shape, cache=self._cache)
-        with self._cache.decoding(rows) as arguments:
+        with self._compiled(), self._cache.decoding(rows) as arguments:
             hidden = self._model.base_model(**arguments).last_hidden_state[0]
         logits = read_logits(self._model, hidden)
         drawn = self._sample(logits, temperatures=rows.temperatures, uniforms=rows.uniforms)
         return logits, torch.stack([one.double() for one in drawn])
 
+    def _compiled(self) -> AbstractContextManager[None]:
+        if COMPILED not in self._means:
+            return nullcontext()
+        if self._layers is None:
+            self._layers = CompiledLayers(self._model, self._cache)
+        return self._layers.used()
+
     def _give_up(self, reason: str) -> None:
-        logger.warning("decoding without CUDA graphs, which is slower: %s", reason)
-        self._usable = False
+        logger.warning("decoding without %s, which is slower: %s", self._means.pop(0), reason)
         self._captured.clear()
+
+
+class CompiledLayers:
+    """The layers of a model, compiled for passes of any size, except their attention and cache.
+
+    Layers with the same kinds of parts share their code. Checks before each compiled part take longer than it
+    saves, so this is only for captured passes.
+
+    Raises:
+        ValueError: the model has no list of its layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
+        number = model.config.get_text_config().num_hidden_layers
+        lists = (one for one in model.base_model.modules() if isinstance(one, nn.ModuleList))
+        self._layers = next((one for one in lists if len(one) == number), None)
+        if self._layers is None:
+            raise ValueError("the model has no list of its layers")
+        self._model = model
+        self._cache = cache
+        self._forward = [torch.compile(layer.forward, dynamic=True) for layer in self._layers]
+        self._update = torch.compiler.disable(cache.update)
+        AttentionInterface.register(UNCOMPILED, torch.compiler.disable(slot_attention))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Compute passes with the compiled layers."""
+        assert self._layers is not None
+        before = self._model.config._attn_implementation
+        with (
+            torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),  # numbers of layers differ
+            # Equal sizes are a coincidence.
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            self._model.set_attn_implementation(UNCOMPILED)
+            self._cache.update = self._update  # type: ignore[method-assign]
+            for layer, forward in zip(self._layers, self._forward, strict=True):
+                layer.forward = forward
+            try:
+                yield
+            finally:
+                for layer in self._layers:
+                    del layer.forward
+                del self._cache.update
+                self._model.set_attn_implementation(before)
 
 
 def _graph(

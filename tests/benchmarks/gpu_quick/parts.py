@@ -125,7 +125,7 @@ PARTS: dict[str, Callable[[str, Path, str], dict[str, Any]]] = {
     "learner": learner,
     "push": push,
 }
-LIMITS_S = {"tests": 180, "training": 480, "engine": 150, "learner": 180, "push": 60}
+LIMITS_S = {"tests": 180, "training": 480, "engine": 240, "learner": 180, "push": 60}
 """Time limit of each part."""
 
 

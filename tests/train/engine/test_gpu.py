@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl_train.engine import gpu
 from agentrl_train.engine.cache import ATTENTION, MOST, Pages, SlotCache
-from agentrl_train.engine.gpu import DecodeGraphs, Shape, agrees, can_be_paged
+from agentrl_train.engine.gpu import CompiledLayers, DecodeGraphs, Shape, agrees, can_be_paged
 from agentrl_train.engine.scheduler import Scheduler, sample
 from agentrl_train.types import SamplingParams
 from tests.architectures import tiny
@@ -78,8 +78,8 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_pages)
 
 
-def with_graphs(scheduler: Scheduler) -> None:
-    scheduler._graphs = DecodeGraphs(scheduler.model, scheduler._cache, sample=sample)
+def with_graphs(scheduler: Scheduler, *, compiled: bool = False) -> None:
+    scheduler._graphs = DecodeGraphs(scheduler.model, scheduler._cache, sample=sample, compiled=compiled)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -166,7 +166,7 @@ def test_decode_pass_never_waits_for_its_device(
     shape = Shape(slots=4, width=2, columns=slots.columns)
     inputs = torch.zeros(4 * shape.tokens + shape.slots, dtype=torch.float64, device="meta")
     with torch.inference_mode(), OnDevice():
-        logits, drawn = DecodeGraphs(model, slots, sample=sample)._compute(inputs, shape)
+        logits, drawn = DecodeGraphs(model, slots, sample=sample, compiled=False)._compute(inputs, shape)
     assert logits.shape[0] == drawn.shape[1] == shape.tokens
 
 
@@ -216,7 +216,7 @@ def compute_nothing(graphs: DecodeGraphs, inputs: Tensor, shape: Shape) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("compute", "reason"), [(fail_to_capture, "not permitted"), (compute_nothing, "its logits differ")]
+    ("compute", "reason"), [(fail_to_capture, "not permitted"), (compute_nothing, "the logits differ")]
 )
 def test_model_that_cannot_be_captured_is_decoded_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compute: Any, reason: str
@@ -227,6 +227,46 @@ def test_model_that_cannot_be_captured_is_decoded_without_graphs(
     same, _ = play(monkeypatch, model, most=MOST, changed=with_graphs)
     assert_same(same, plain)
     assert [reason in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler about its own code
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM2", "Gemma-2"])
+def test_compiled_layers_change_no_token_and_no_logprob(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    model, calls = tiny(name), []
+    plain, _ = play(monkeypatch, model, most=MOST, samplings=SAMPLINGS)
+    used = CompiledLayers.used
+    monkeypatch.setattr(CompiledLayers, "used", lambda layers: calls.append(layers) or used(layers))
+    compiled, _ = play(
+        monkeypatch, model, most=MOST, samplings=SAMPLINGS, changed=partial(with_graphs, compiled=True)
+    )
+    assert calls
+    assert not [record for record in caplog.records if record.name.startswith("agentrl")]
+    assert_same(compiled, plain)
+
+
+def test_layers_that_cannot_be_compiled_are_captured_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_compiler(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    model = tiny("Qwen3")
+    plain, _ = play(monkeypatch, model, most=MOST)
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    schedulers = list[Scheduler]()
+    same, _ = play(
+        monkeypatch,
+        model,
+        most=MOST,
+        changed=lambda one: schedulers.append(one) or with_graphs(one, compiled=True),
+    )
+    assert schedulers[0]._graphs is not None
+    assert schedulers[0]._graphs._captured
+    assert_same(same, plain)
+    assert ["without compiled layers" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize(
@@ -240,17 +280,25 @@ def test_many_sessions_have_few_guesses(sessions: int, guesses: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", [*FAMILIES, "SmolLM2", "Mistral-v0.1"])
-def test_graphs_of_a_gpu_change_no_token_and_no_logprob(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model = tiny(name).to("cuda")
-    used = []
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in (*FAMILIES, "Mistral-v0.1")), ("SmolLM2", True)]
+)
+def test_graphs_of_a_gpu_change_no_token_and_no_logprob(
+    monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
+) -> None:
+    model, means = tiny(name).to("cuda"), list[list[str]]()
 
     def without(scheduler: Scheduler) -> None:
         scheduler._graphs = None
 
+    def replaying(scheduler: Scheduler) -> None:
+        with_graphs(scheduler, compiled=compiled)
+        assert scheduler._graphs is not None
+        means.append(scheduler._graphs._means)
+
     plain, _ = play(monkeypatch, model, most=MOST, samplings=SAMPLINGS, changed=without)
-    replayed, _ = play(monkeypatch, model, most=MOST, samplings=SAMPLINGS, changed=used.append)
-    assert used[0]._graphs._captured
+    replayed, _ = play(monkeypatch, model, most=MOST, samplings=SAMPLINGS, changed=replaying)
+    assert means == [[gpu.COMPILED, gpu.GRAPHS] if compiled else [gpu.GRAPHS]]
     assert_same(replayed, plain)
 
 
