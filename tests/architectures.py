@@ -148,12 +148,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {"Doge": ("doge", {}), "Bloom": ("bloom", {})}
+"""Architectures with an attention that the engine does not compute."""
 ALL = DENSE | WINDOWED | MIXTURES | HYBRID
 
 
 def configuration(name: str, **others: Any) -> PreTrainedConfig:
     """Return the tiny configuration of an architecture with the given options."""
-    kind, options = (ALL | REFUSED)[name]
+    kind, options = (ALL | REFUSED | UNKNOWN)[name]
     if "text_config" in options:
         return AutoConfig.for_model(
             kind, **options | {"text_config": SIZES | options["text_config"] | others}

@@ -30,6 +30,7 @@ from agentrl_train.models.architecture import (
     hiding,
     layer_types,
     reach,
+    read_logits,
 )
 
 try:
@@ -412,6 +413,43 @@ def slot_attention(
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
+
+
+def cached_logprobs(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the log-probabilities of all tokens but the first of sequences, as an engine computes them.
+
+    A first pass computes all sequences except their ends, which a second pass computes with the cache.
+    """
+    device = next(model.parameters()).device
+    model.set_attn_implementation(ATTENTION)
+    cache = SlotCache(model, num_slots=len(sequences), max_context=max(map(len, sequences)))
+    scores: list[list[Tensor]] = [[] for _ in sequences]
+    for begin, end in ((0, -2), (-2, -1)):
+        token_ids, slots, positions, groups = list[int](), list[int](), list[int](), list[Group]()
+        for slot, sequence in enumerate(sequences):
+            places = range(len(sequence))[begin:end]
+            first = len(token_ids)
+            token_ids += sequence[begin:end]
+            slots += [slot] * len(places)
+            positions += places
+            groups.append(
+                Group(
+                    begin=first,
+                    end=len(token_ids),
+                    slots=[slot],
+                    counts=[len(places)],
+                    length=places.stop,
+                )
+            )
+        one = Pass(token_ids=token_ids, slots=slots, positions=positions, groups=groups)
+        with cache.reading(one, device=device) as inputs:
+            logits = read_logits(model, model.base_model(**inputs).last_hidden_state[0])
+        for group, found in zip(groups, scores, strict=True):
+            found.append(logits[group.begin : group.end].float().log_softmax(-1))
+    return [
+        torch.cat(found).gather(-1, torch.tensor(sequence[1:], device=device)[:, None])[:, 0]
+        for sequence, found in zip(sequences, scores, strict=True)
+    ]
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

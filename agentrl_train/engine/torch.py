@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_train.engine.cache import Drafts
+from agentrl_train.engine.cache import Drafts, cached_logprobs
 from agentrl_train.engine.constraint import Grammars, Matcher
 from agentrl_train.engine.scheduler import FIXED_ROWS, Scheduler
 from agentrl_train.errors import (
@@ -34,10 +34,12 @@ from agentrl_train.errors import (
 )
 from agentrl_train.models.architecture import (
     Threads,
+    check_logprobs,
     has_masks,
     layer_kinds,
     pack_weights,
     packing_pays,
+    probes,
     release_idle_threads,
     repack_weights,
     require_context,
@@ -144,6 +146,7 @@ class TorchEngine:
     ) -> None:
         for model in models.values():
             _require_supported(model, max_context)
+        _require_known_attention(models["current"])
         if not deterministic and packing_pays(models["current"]):
             logger.info("packed weights are multiplied faster on this processor")
             for model in models.values():
@@ -496,6 +499,23 @@ def _require_supported(model: PreTrainedModel, max_context: int) -> None:
         require_context(model.config, max_context)
     except ValueError as error:
         raise EngineError(str(error)) from error
+
+
+@torch.inference_mode()
+def _require_known_attention(model: PreTrainedModel) -> None:
+    """Check with a few tokens that log-probabilities are those of the model with its own attention."""
+    sequences, used = probes(model), model.config._attn_implementation
+    try:
+        check_logprobs(model, zip(sequences, cached_logprobs(model, sequences), strict=True))
+    except Exception as error:  # a model with an attention of its own can fail in any way
+        if ran_out_of_memory(error):
+            return  # the first pass handles it
+        raise EngineError(
+            f"engine.kind = 'torch' does not support {type(model).__name__} ({error}): set engine.kind = "
+            "'vllm', or use a model of another architecture"
+        ) from error
+    finally:
+        model.set_attn_implementation(used)
 
 
 @torch.inference_mode()

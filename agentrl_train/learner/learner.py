@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_train.config import TrainSection
 from agentrl_train.errors import BadUpdate, GradientSpike, LossNotFinite
+from agentrl_train.learner.agreement import check_attention, check_head
 from agentrl_train.learner.learning_rates import learning_rate_of
 from agentrl_train.learner.logprobs import (
     WHOLE,
@@ -52,12 +53,7 @@ from agentrl_train.learner.state import (
     read_weights,
 )
 from agentrl_train.loss import Loss, Tokens, entropy_bonus, kl_penalty
-from agentrl_train.models.architecture import (
-    Threads,
-    check_head,
-    keep_freed_memory,
-    release_idle_threads,
-)
+from agentrl_train.models.architecture import Threads, keep_freed_memory, release_idle_threads
 from agentrl_train.models.checkpoint_names import persistent_buffers
 from agentrl_train.models.loading import auto_dtype
 from agentrl_train.models.stored import StoredModel, allocate
@@ -204,8 +200,8 @@ class Learner:
         trace: records forward, backward and optimizer. On a GPU, it records when they were queued.
 
     Raises:
-        ValueError: the logits of the model differ from ``read_logits``, the model cannot be sharded, or a KL
-            penalty has no reference.
+        ValueError: the logits of the model differ from ``read_logits``, its attention is not known here, it
+            cannot be sharded, or a KL penalty has no reference.
     """
 
     def __init__(
@@ -500,6 +496,8 @@ class Learner:
         if stored is not None:
             allocate(scorer, self.device)
             stored.load_into(model)
+        if self._mesh is None:
+            check_attention(model)
         return scorer
 
     def _scorer_of(self, model: PreTrainedModel) -> Scorer:

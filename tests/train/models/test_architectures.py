@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +23,15 @@ from agentrl_train.config import LoraSection, TrainSection
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import EngineError, WeightMismatch
 from agentrl_train.learner import Learner, logprobs
+from agentrl_train.learner.agreement import check_head
 from agentrl_train.learner.logprobs import one_row, sampled_logprobs, set_attention, shares_prefixes
 from agentrl_train.models import architecture
-from agentrl_train.models.architecture import check_head
 from agentrl_train.models.checkpoint_names import CheckpointNames
 from agentrl_train.models.loading import load_policy
 from agentrl_train.models.stored import StoredModel, allocate, auto_class, safetensors_files
 from agentrl_train.types import SamplingParams, TokenSequence
 from agentrl_train.weights import FLOAT32, drift, probe_sequence, require_agreement
-from tests.architectures import ALL, HYBRID, REFUSED, VOCABULARY, WINDOW, WINDOWED, tiny
+from tests.architectures import ALL, HYBRID, REFUSED, UNKNOWN, VOCABULARY, WINDOW, WINDOWED, tiny
 from tests.tiny_models import learner_arguments
 
 IDS = torch.randint(1, VOCABULARY, (1, 3 * WINDOW), generator=torch.Generator().manual_seed(1))
@@ -51,8 +52,8 @@ every = each(ALL)
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    found: torch.Tensor = model.eval()(input_ids=IDS, use_cache=False).logits
+def logits(model: torch.nn.Module, ids: Any = IDS) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(input_ids=torch.as_tensor(ids), use_cache=False).logits
     return found
 
 
@@ -126,6 +127,23 @@ async def test_torch_engine_agrees_with_learner_before_and_after_push(name: str)
 def test_torch_engine_refuses_layers_without_attention(name: str) -> None:
     with pytest.raises(EngineError, match=r"does not support models with layers of type .* 'vllm'"):
         TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_torch_engine_refuses_an_attention_that_it_does_not_compute(name: str) -> None:
+    with pytest.raises(EngineError, match=rf"does not support {name}ForCausalLM .* 'vllm'"):
+        TorchEngine({"current": tiny(name)}, stop_token_ids=[], max_sequences=4, max_context=96)
+
+
+def test_learner_refuses_an_attention_that_packed_rows_change() -> None:
+    with pytest.raises(ValueError, match=r"attention that is not known here: .* 'eager'"):
+        Learner(tiny("Doge"), TrainSection(learning_rate=1e-2))
+    sequences = made((IDS.shape[1], 5))
+    for name, attention in (("Doge", "eager"), ("Bloom", "sdpa")):
+        learner = Learner(tiny(name), TrainSection(learning_rate=1e-2), attention=attention)
+        own = logits(tiny(name), sequences[0].token_ids[None]).log_softmax(-1)[0, :-1]
+        expected = own.gather(-1, torch.tensor(sequences[0].token_ids)[1:, None])[:, 0]
+        assert np.allclose(learner.logprobs(sequences)[0][1:], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MASKED)
