@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
+from gguf import GGUFReader
 from transformers import AutoConfig, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from agentrl_train.errors import ConfigError
+from agentrl_train.models.gguf_fields import require_fields, require_tensors_read
 from agentrl_train.models.gguf_rope import read_rope_scaling
 from agentrl_train.models.stored import auto_class, require_all_tensors
 from agentrl_train.storage.atomic_io import is_disk_full
@@ -90,6 +92,8 @@ def _chunks(parts: Sequence[Part]) -> Iterator[bytes]:
 def _load(file: Path) -> tuple[PreTrainedModel, Any]:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    reader = GGUFReader(file)
+    require_fields(reader, config)
     model, loaded = auto_class(config).from_pretrained(
         file.parent,
         gguf_file=file.name,
@@ -98,7 +102,8 @@ def _load(file: Path) -> tuple[PreTrainedModel, Any]:
         output_loading_info=True,
     )
     require_all_tensors(lacking=loaded["missing_keys"], mismatched=loaded["mismatched_keys"])
-    if scaling := read_rope_scaling(file, model.config):
+    require_tensors_read(reader, model)
+    if scaling := read_rope_scaling(reader, model.config):
         model.config.rope_parameters = {**model.config.rope_parameters, **scaling}
     model.config.__dict__.pop("quantization_config", None)  # the weights are no longer quantized
     return model, tokenizer

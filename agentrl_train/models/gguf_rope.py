@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ COMPLETE = "gpt-oss"
 UNSUPPORTED = "which this conversion does not support: use the safetensors files of the model"
 
 
-def read_rope_scaling(file: Path, config: PreTrainedConfig) -> dict[str, Any]:
+def read_rope_scaling(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the entries of ``rope_parameters`` that the configuration of a GGUF file lacks.
 
     Raises:
         ValueError: the file scales its rotary frequencies in another way.
     """
-    reader = GGUFReader(file)
     architecture = str(reader.fields["general.architecture"].contents())
     if architecture == COMPLETE:
         return {}

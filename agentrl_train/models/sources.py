@@ -30,8 +30,8 @@ from agentrl_train.storage.atomic_io import is_disk_full, sync_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
-CONVERTED = "gguf-2"
-"""Prefix of the folders of this conversion. The folders of an earlier one lack the scaling of positions."""
+CONVERTED = "gguf-3"
+"""Prefix of the folders of this conversion. Earlier ones ignored tensors and fields of some files."""
 PART = re.compile(r"(?:.*[^a-z])?part[-_.]?(\d+)(?:\.(?:bin|gguf))?", re.IGNORECASE)
 """Name of a file with a numbered part of a GGUF file."""
 

@@ -187,6 +187,39 @@ def test_gguf_file_with_another_scaling_of_its_positions_is_refused(kind: str, t
         local_model(tmp_path / "tiny.gguf")
 
 
+IGNORED: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "biases": (
+        lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32)),
+        r"1 tensors that are not read, blk\.0\.attn_q\.bias first",
+    ),
+    "a window": (
+        lambda writer: writer.add_sliding_window(16),
+        r"llama\.attention\.sliding_window = 16 instead of 0",
+    ),
+    "a bound of the logits": (
+        lambda writer: writer.add_final_logit_softcapping(30.0),
+        r"llama\.final_logit_softcapping = 30 instead of 0",
+    ),
+    "positions in a part of a head": (
+        lambda writer: (writer.add_key_length(16), writer.add_rope_dimension_count(8)),
+        r"llama\.attention\.key_length = 16 instead of 8",
+    ),
+    "no number of key heads": (
+        lambda writer: writer.kv_data[0].pop("llama.attention.head_count_kv"),
+        r"lacks llama\.attention\.head_count_kv",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_gguf_file_that_is_not_read_completely_is_refused(kind: str, tmp_path: Path, cache: Path) -> None:
+    change, named = IGNORED[kind]
+    write_gguf(tmp_path / "tiny.gguf", make_llama(), change=change)
+    with pytest.raises(ConfigError, match=rf"{named}.*: use the safetensors files"):
+        local_model(tmp_path / "tiny.gguf")
+    assert folders(cache) == []
+
+
 def test_gguf_file_keeps_tokenizer_template_and_stop_tokens(gguf_file: Path) -> None:
     model, tokenizer = load_policy(str(gguf_file))
     assert tokenizer.chat_template == make_tokenizer().chat_template
