@@ -83,7 +83,7 @@ def load_policy(
             revision = adapter_revision(Path(path)) or revision
         _check_hub(base or path, revision)
         tokenizer = _load_tokenizer(path, revision=revision)
-        config = AutoConfig.from_pretrained(base or path, revision=revision)
+        config = AutoConfig.from_pretrained(base or path, revision=revision, trust_remote_code=False)
         require_whole_weights(config)
         model: PreTrainedModel
         model, found = auto_class(config).from_pretrained(
@@ -173,7 +173,9 @@ def _load_tokenizer(path: str, *, revision: str | None) -> PreTrainedTokenizerBa
     folder = Path(path)
     if (base := adapter_base(folder)) is not None and not any(folder.glob("tokenizer*")):
         path, revision = base, adapter_revision(folder) or revision
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=revision)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, revision=revision, trust_remote_code=False
+    )
     return tokenizer
 
 
@@ -189,6 +191,11 @@ def _as_config_errors(path: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:MAX_REASON]
         if isinstance(error, SafetensorError):
             reason += ": download its files again"
+        elif "trust_remote_code" in reason:
+            reason = (
+                "it needs Python code from its files, which is never executed: choose a model with an "
+                "architecture of transformers"
+            )
         elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
             reason = f"{type(error).__name__}: {reason}"
         source = "" if Path(path).exists() else " from the hub (there is no folder with this name)"

@@ -176,7 +176,7 @@ class StoredModel:
         dtype: torch.dtype,
         revision: str | None = None,
     ) -> None:
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         require_whole_weights(config)
         self._files = files
         self._empty = _without_weights(config, dtype)

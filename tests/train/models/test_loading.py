@@ -128,6 +128,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "header too large: download its files again",
     ),
+    "the architecture is code": (
+        lambda folder: configured(
+            "config.json", folder, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"}
+        ),
+        "needs Python code from its files, which is never executed: choose a model",
+    ),
     "the tokenizer is cut off": (
         lambda folder: (folder / "tokenizer.json").write_text("{"),
         "cannot be loaded: Expecting property name",
@@ -205,10 +211,11 @@ def test_another_head_in_the_files_of_a_tied_model_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize("load", [load_policy, open_policy])
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_model_folder_is_refused_with_its_fault(
-    fault: str, load: Callable[..., object], tmp_path: Path
+    fault: str, load: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers asks before it runs code
     change, reason = BROKEN[fault]
     change(tmp_path)
     with pytest.raises(ConfigError, match=reason):
