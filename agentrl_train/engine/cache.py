@@ -415,14 +415,18 @@ def slot_attention(
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
-def cached_logprobs(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+def cached_logprobs(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], *, paged: bool = False
+) -> list[Tensor]:
     """Return the log-probabilities of all tokens but the first of sequences, as an engine computes them.
 
     A first pass computes all sequences except their ends, which a second pass computes with the cache.
+    ``paged`` is as in ``SlotCache``.
     """
     device = next(model.parameters()).device
     model.set_attn_implementation(ATTENTION)
-    cache = SlotCache(model, num_slots=len(sequences), max_context=max(map(len, sequences)))
+    longest = max(map(len, sequences))
+    cache = SlotCache(model, num_slots=len(sequences), max_context=longest, paged=paged)
     scores: list[list[Tensor]] = [[] for _ in sequences]
     for begin, end in ((0, -2), (-2, -1)):
         token_ids, slots, positions, groups = list[int](), list[int](), list[int](), list[Group]()

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.engine.cache import MOST, Group, Pages, Pass, SlotCache, slot_attention, varlen
+from agentrl_train.engine.cache import MOST, Pages, SlotCache, cached_logprobs, slot_attention, varlen
 from agentrl_train.errors import ran_out_of_memory
-from agentrl_train.models.architecture import CHUNKED, attend, hiding, layer_types, read_logits
+from agentrl_train.models.architecture import CHUNKED, attend, hiding, layer_types, probes, read_logits
 
 logger = logging.getLogger(__name__)
 
-TRIED_TOKENS = 32
-"""Length of the sequences with which ``can_be_paged`` tries a model."""
 MOST_ERROR = 0.1
 """Mean difference of two kernels in bfloat16, relative to the mean size of the values."""
 MOST_ROWS = 128
@@ -430,12 +428,10 @@ def can_be_paged(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def agrees(model: PreTrainedModel) -> bool:
-    """Return True if a model has the same hidden states with and without pages.
-
-    Two sequences are prefilled and continued both ways.
-    """
+    """Return True if the log-probabilities of a model are the same with and without pages."""
+    sequences = probes(model)
     try:
-        found, plain = (_tried(model, paged=paged) for paged in (True, False))
+        found, plain = (torch.cat(cached_logprobs(model, sequences, paged=paged)) for paged in (True, False))
     except Exception as error:  # whatever a kernel does not support
         if ran_out_of_memory(error):
             raise
@@ -444,28 +440,5 @@ def agrees(model: PreTrainedModel) -> bool:
     if same := _alike(found, plain):
         logger.info("attention by pages")
     else:
-        logger.warning("attention without pages, which is slower: FlashAttention gives other hidden states")
+        logger.warning("attention without pages, which is slower: FlashAttention gives other results")
     return same
-
-
-def _tried(model: PreTrainedModel, *, paged: bool) -> Tensor:
-    """Return the hidden states of a prefill and a decode pass of two sequences."""
-    cache = SlotCache(model, num_slots=3, max_context=2 * TRIED_TOKENS, paged=paged)
-    hidden: list[Tensor] = []
-    cached = {2: 0, 0: 0}
-    for counts in ({2: TRIED_TOKENS, 0: TRIED_TOKENS // 2}, {2: 1, 0: 3}):
-        groups: list[Group] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        for slot, count in counts.items():
-            begin, first = len(slots), cached[slot]
-            cached[slot] += count
-            slots += [slot] * count
-            positions += range(first, cached[slot])
-            groups.append(
-                Group(begin=begin, end=len(slots), slots=[slot], counts=[count], length=cached[slot])
-            )
-        one = Pass(token_ids=positions, slots=slots, positions=positions, groups=groups)
-        with cache.reading(one, device=next(model.parameters()).device) as inputs:
-            hidden.append(model.base_model(**inputs).last_hidden_state[0])
-    return torch.cat(hidden)
