@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GgufConfig, PreTrainedModel
 from agentrl_train.errors import ConfigError
 from agentrl_train.models.gguf_fields import require_fields, require_tensors_read
 from agentrl_train.models.gguf_rope import read_rope_scaling
-from agentrl_train.models.stored import auto_class, require_all_tensors
+from agentrl_train.models.stored import BUILDING, auto_class, require_all_tensors
 from agentrl_train.storage.atomic_io import is_disk_full
 
 logger = logging.getLogger(__name__)
@@ -94,13 +94,14 @@ def _load(file: Path) -> tuple[PreTrainedModel, Any]:
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     reader = GGUFReader(file)
     require_fields(reader, config)
-    model, loaded = auto_class(config).from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-    )
+    with BUILDING:
+        model, loaded = auto_class(config).from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
     require_all_tensors(lacking=loaded["missing_keys"], mismatched=loaded["mismatched_keys"])
     require_tensors_read(reader, model)
     if scaling := read_rope_scaling(reader, model.config):

@@ -36,6 +36,7 @@ from agentrl_train.models.adapters import (
 )
 from agentrl_train.models.sources import local_model
 from agentrl_train.models.stored import (
+    BUILDING,
     StoredModel,
     auto_class,
     require_all_tensors,
@@ -86,13 +87,14 @@ def load_policy(
         config = AutoConfig.from_pretrained(base or path, revision=revision, trust_remote_code=False)
         require_whole_weights(config)
         model: PreTrainedModel
-        model, found = auto_class(config).from_pretrained(
-            base or path,
-            dtype=DTYPES[dtype],
-            revision=revision,
-            ignore_mismatched_sizes=True,  # reported below
-            output_loading_info=True,
-        )
+        with BUILDING:
+            model, found = auto_class(config).from_pretrained(
+                base or path,
+                dtype=DTYPES[dtype],
+                revision=revision,
+                ignore_mismatched_sizes=True,  # reported below
+                output_loading_info=True,
+            )
         require_all_tensors(lacking=found["missing_keys"], mismatched=found["mismatched_keys"])
         require_no_surplus(model, found["unexpected_keys"])
         require_ties(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _UNREAD = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$")
 """Buffers in old files, which models now compute."""
+BUILDING = threading.Lock()
+"""Held while a model is built, because the library then replaces methods of all models in the process."""
 
 
 def auto_class(config: Any) -> Any:
@@ -284,7 +287,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model on the meta device, except for buffers that no file has, such as rotary frequencies."""
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     for name, value in list(model.named_non_persistent_buffers()):
         owner, _, leaf = name.rpartition(".")

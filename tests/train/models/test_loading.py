@@ -5,14 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AddedToken, AutoTokenizer
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
 
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import LoraSection, ModelSection, load_config
@@ -38,6 +41,33 @@ def test_model_folder_loads_in_float32(tmp_path: Path) -> None:
     model, tokenizer = load_policy(str(tmp_path))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert tokenizer.chat_template
+
+
+def test_models_loaded_by_two_threads_leave_the_library_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    second_begins, first_ends, built = threading.Event(), threading.Event(), count()
+    build, tie = Qwen3ForCausalLM.__init__, PreTrainedModel.tie_weights
+
+    def overlap(model: Qwen3ForCausalLM, *arguments: Any) -> None:
+        if next(built) == 0:
+            second_begins.wait(0.5)  # in vain if one model is built at a time
+        else:
+            second_begins.set()
+            first_ends.wait(60)
+        build(model, *arguments)
+
+    def load(path: Path) -> None:
+        load_policy(str(path))
+        first_ends.set()
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "__init__", overlap)
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", tie)  # restored even if the test fails
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(load, [tmp_path, tmp_path]))
+    assert PreTrainedModel.tie_weights is tie
 
 
 def test_bfloat16_copy_keeps_rotary_frequencies_and_tied_weights() -> None:
