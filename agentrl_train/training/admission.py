@@ -152,6 +152,13 @@ class Mixer:
         """Return the split that a task is drawn from."""
         return self._sources[task][self._levels[task]].split
 
+    def has_sample(self, group: AdmittedGroup) -> bool:
+        """Return True if a split of the group's task has its sample."""
+        return any(
+            one.split == group.split and (one.num_samples is None or group.index < one.num_samples)
+            for one in self._sources.get(group.task, ())
+        )
+
     def plan(self, change: Change) -> None:
         """Schedule a change, which applies from its first draw on."""
         self._changes.append(change)
@@ -402,7 +409,7 @@ class WorkWindow:
         ``finished`` are the ids of all groups whose trajectories were saved, also after ``state()`` was
         taken. Those that ``state()`` does not count as trained are finished again (``self.finished``). All
         other started groups are admitted again, with their old id and sample, before new samples. Groups
-        dropped since ``state()`` are also retried, and groups of tasks that the run no longer has are
+        dropped since ``state()`` are also retried, and groups of samples that the run no longer has are
         dropped. Only the groups after them can then exceed the staleness bound, by one step for every P
         retried groups.
 
@@ -421,7 +428,7 @@ class WorkWindow:
             self._trained_ahead = set(state["trained_ahead"])
             names = {one.name for one in fields(AdmittedGroup)}  # older runs saved more
             unfinished = [AdmittedGroup(**{name: one[name] for name in names}) for one in state["unfinished"]]
-            self._waiting = {one.group_id: one for one in unfinished if one.task in self.mixer.weights}
+            self._waiting = {one.group_id: one for one in unfinished if self.mixer.has_sample(one)}
             self._dropped += len(unfinished) - len(self._waiting)
             self.mixer.restore(state["mixer"])
         saved = set(finished)

@@ -252,6 +252,25 @@ def test_unfinished_groups_of_a_task_that_the_resumed_run_does_not_have_are_repl
     assert resumed.dropped == sum(group.task == lost for group in groups)
 
 
+@pytest.mark.parametrize("fewer", [{"num_samples": 10}, {"num_samples": 100, "split": "renamed"}])
+def test_unfinished_groups_of_samples_that_the_task_no_longer_has_are_replaced(fewer):
+    def window(**split) -> WorkWindow:
+        mixer = Mixer([TaskSource(task="house", **split)], seed=3)
+        return WorkWindow(mixer, groups_per_step=8, max_staleness=0)
+
+    before = window(num_samples=100)
+    groups = admit_all(before)
+    gone = [g for g in groups if "split" in fewer or g.index >= fewer["num_samples"]]
+    assert gone
+    resumed = window(**fewer)
+    resumed.restore(before.state())
+    again = admit_all(resumed)
+    assert len(again) == len(groups)
+    assert all(g.index < fewer["num_samples"] and g.split == fewer.get("split", g.split) for g in again)
+    assert {g.group_id for g in gone}.isdisjoint(g.group_id for g in again)
+    assert resumed.dropped == len(gone)
+
+
 def test_batch_in_training_at_snapshot_counts_as_untrained():
     window = make_window(1, 0, 1)
     admit_all(window)
