@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_train.config import DistillTable, RolloutSection
+from agentrl_train.config import AlgorithmSection, RolloutSection
 from agentrl_train.config.sections import RunSection
 from agentrl_train.errors import ConfigError
 from agentrl_train.placement.environments import Served
 from agentrl_train.storage.checkpoint import Checkpoint
-from agentrl_train.types import IntArray, TaskSource
+from agentrl_train.types import IntArray, TaskSource, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,17 +486,20 @@ def make_window(
     run: RunSection,
     rollout: RolloutSection,
     *,
-    distill: DistillTable,
+    algorithm: AlgorithmSection,
     served: Served,
     changes: Sequence[Change],
     checkpoint: Checkpoint | None,
-    finished: Collection[int],
+    saved: Mapping[int, TrajectoryGroup],
 ) -> WorkWindow:
     """Return the work window, restored from checkpoint and journal if the run is resumed.
+
+    ``saved`` are the groups that were finished before, by number.
 
     Raises:
         ConfigError: the configuration does not fit the run that is resumed.
     """
+    distill = algorithm.distill
     sub_agent, tasks = rollout.sub_agent, {source.task for source in served.sources}
     named = {
         "rollout.max_turns": rollout.max_turns.keys(),
@@ -510,6 +513,11 @@ def make_window(
     if distill.weight and untaught:
         raise ConfigError(
             f"algorithm.distill.teachers has no teacher for {untaught[0]!r}: add one, or a teacher for '*'"
+        )
+    if algorithm.baseline.name == "greedy" and any(group.greedy is None for group in saved.values()):
+        raise ConfigError(
+            "the run cannot be resumed: algorithm.baseline = 'greedy' needs a greedy episode in every group, "
+            "but the run has finished groups without one that are not trained yet: restore algorithm.baseline"
         )
     window = WorkWindow(
         Mixer(
@@ -525,7 +533,7 @@ def make_window(
         total_steps=run.steps,
     )
     try:
-        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=finished)
+        window.restore(checkpoint.loop["window"] if checkpoint else None, finished=saved.keys())
     except ValueError as error:
         raise ConfigError(f"the run cannot be resumed: {error}") from error
     return window

@@ -349,11 +349,11 @@ def make_run(
     window = make_window(
         config.run,
         config.rollout,
-        distill=config.algorithm.distill,
+        algorithm=config.algorithm,
         served=served,
         changes=read_changes(config.run_folder),
         checkpoint=checkpoint,
-        finished=saved.keys(),
+        saved=saved,
     )
     loop = Loop(
         actor=make_actor(config, served=served, policy=policy, slots=slots, trace=trace),

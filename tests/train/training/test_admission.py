@@ -1,14 +1,21 @@
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl_env.types import TaskSample
+from agentrl_train.config import AlgorithmSection, RolloutSection
+from agentrl_train.config.sections import RunSection
+from agentrl_train.errors import ConfigError
+from agentrl_train.placement.environments import Served
+from agentrl_train.training import admission
 from agentrl_train.training.admission import AdmittedGroup, Mixer, WorkWindow, sample_seed
-from agentrl_train.types import TaskSource
+from agentrl_train.types import EpisodeEnd, TaskSource, Trajectory, TrajectoryGroup
 
 SOURCES = (TaskSource(task="house", num_samples=7), TaskSource(task="shop", weight=2.0))
 SEEDS = st.integers(0, 2**32)
@@ -287,6 +294,30 @@ def test_finished_group_without_episodes_is_an_error():
     window.finish(0)
     with pytest.raises(ValueError, match=r"groups \[0\]"):
         make_window(1, 0, 1).restore(window.state())
+
+
+def test_finished_groups_without_a_greedy_episode_do_not_fit_the_greedy_baseline():
+    restored = partial(
+        admission.make_window,
+        RunSection(name="run", steps=9),
+        RolloutSection(groups_per_step=1),
+        algorithm=AlgorithmSection.model_validate({"baseline": "greedy"}),
+        served=Served(clients={}, sources=SOURCES, held_out={}),
+        changes=(),
+        checkpoint=None,
+    )
+    group = TrajectoryGroup(group_id=0, task="house", trajectories=(), admitted_version=0)
+    with pytest.raises(ConfigError, match=r"cannot be resumed: .* restore algorithm\.baseline"):
+        restored(saved={0: group})
+    greedy = Trajectory(
+        sample=TaskSample(task="house", index=0),
+        opening=(),
+        turns=(),
+        end=EpisodeEnd.TERMINATED,
+        reward=0.0,
+        success=False,
+    )
+    assert restored(saved={0: replace(group, greedy=greedy)}).finished == (0,)
 
 
 @pytest.mark.parametrize("place", [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
