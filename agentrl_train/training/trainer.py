@@ -239,6 +239,8 @@ class Trainer:
             name = f"EnvClient:{len(self._given)}"
         elif isinstance(source, type):
             name = f"{source.__module__}:{source.__qualname__}"
+            if self._given.get(name, source) is not source:  # classes that one function made
+                name = f"{name}:{len(self._given)}"
         else:
             raise ConfigError(
                 f"environments holds {source!r}: give Environment classes, targets, URLs or EnvClient objects"

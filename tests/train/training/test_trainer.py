@@ -334,6 +334,21 @@ def test_wrong_arguments_are_reported_immediately(make: Make) -> None:
         make(settings={"run.name": "one", "run.name.first": 1})
 
 
+def rewarding(task: str, reward: float) -> type[Environment]:
+    class Rewarding(Chatter):
+        name = task
+
+        def respond(self, text: str) -> Reply:
+            return Reply("Go on.", reward=reward)
+
+    return Rewarding
+
+
+def test_classes_with_the_same_qualified_name_are_served_separately(make: Make) -> None:
+    (step,) = make(steps=1, environments=[rewarding("few", 1.0), rewarding("many", 2.0)])
+    assert {task: means["reward"] for task, means in step.tasks.items()} == {"few": 2.0, "many": 4.0}
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
