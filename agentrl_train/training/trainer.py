@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Metrics = Mapping[str, float]
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+_unnamed: set[Path] = set()
+"""Run folders of this process's trainers without a name. They exist only after the first start."""
 
 
 class Trainer:
@@ -505,7 +507,12 @@ def _next_name(folder: Path, *, latest: bool) -> str:
     """Return the name of a run without one: run-1, run-2 ..., or the latest of them to resume."""
     numbers = [int(one.name[4:]) for one in folder.glob("run-*") if one.name[4:].isdecimal()]
     last = max(numbers, default=0)
-    return f"run-{last if latest and last else last + 1}"
+    if latest and last:
+        return f"run-{last}"
+    while (new := (folder / f"run-{last + 1}").resolve()) in _unnamed:
+        last += 1
+    _unnamed.add(new)
+    return new.name
 
 
 def _absolute(source: str) -> str:

@@ -349,6 +349,15 @@ def test_classes_with_the_same_qualified_name_are_served_separately(make: Make) 
     assert {task: means["reward"] for task, means in step.tasks.items()} == {"few": 2.0, "many": 4.0}
 
 
+def test_trainers_without_a_name_that_are_made_before_the_first_starts_have_their_own_runs(
+    make: Make,
+) -> None:
+    first, second = make(steps=1), make(steps=1)
+    assert [step.number for step in first] == [1]
+    assert second.evaluate(samples=1).step == 0
+    assert [step.number for step in second] == [1]
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
