@@ -526,8 +526,13 @@ def _model_path(model: Any, run: Mapping[str, Any]) -> str:
     """Return the path of a model; a pair of model and tokenizer is written into the run folder."""
     if not isinstance(model, tuple):
         return _absolute(str(model))
-    folder = Path(run.get("folder", "runs")) / run["name"] / "initial"
-    if not folder.exists():
+    from agentrl_train.placement.ranks import rank
+    from agentrl_train.storage.checkpoint import steps
+
+    folder = Path(run.get("folder", "runs")) / run["name"]
+    initial = folder / "initial"
+    failed = rank() == 0 and not steps(folder / "checkpoints")  # a start that had another model
+    if failed or not initial.exists():
         for part in model:
-            part.save_pretrained(str(folder))
-    return str(folder.resolve())
+            part.save_pretrained(str(initial))
+    return str(initial.resolve())

@@ -358,6 +358,17 @@ def test_trainers_without_a_name_that_are_made_before_the_first_starts_have_thei
     assert [step.number for step in second] == [1]
 
 
+def test_model_of_a_failed_start_is_replaced(make: Make) -> None:
+    start = partial(make, settings={"run.name": "mine"})
+    with pytest.raises(ConfigError):
+        start(model=(make_model(0), make_tokenizer()), steps=0)
+    trainer = start(model=(make_model(1), make_tokenizer()), steps=1)
+    list(trainer)
+    start(model=(make_model(2), make_tokenizer()), resume=True)
+    kept = AutoModelForCausalLM.from_pretrained(trainer.config.model.path).state_dict()
+    assert all(bool((kept[name] == value).all()) for name, value in make_model(1).state_dict().items())
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
