@@ -46,6 +46,8 @@ from agentrl_train.types import TokenSequence, Trajectory, TrajectoryGroup, Turn
 
 SHARES = ("before", "after", "before_greedy", "after_greedy")
 """Success rates of a task in the summary."""
+COLUMNS = ("step", "policy_version", "elapsed_s", "groups", "tasks")
+"""Names in a line of ``metrics.jsonl`` that are not names of metrics."""
 _NONE: Mapping[int, TurnAdvantages] = MappingProxyType({})
 SHOWN_PER_TASK = 8
 """Number of recorded episodes per task and evaluation. They have the same samples each time."""

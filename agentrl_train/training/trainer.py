@@ -66,7 +66,7 @@ class Trainer:
         reward: function of a ``Trajectory``, or several, whose scores are added to the environment's reward;
             or the table ``[reward]`` with functions, for other weights.
         settings: any other setting by its dotted key, such as ``{"train.learning_rate": 1e-4}``.
-        on_step: called with each ``Step``; returns further metrics to log, or None.
+        on_step: called with each ``Step``; returns further metrics to log, under new names, or None.
         on_episode: called with each episode of a step before ``on_step``; returns metrics, which are averaged
             over the step, or None.
         on_evaluation: called with the ``Evaluations`` of each held-out evaluation.
@@ -280,6 +280,8 @@ class Trainer:
             _called(self._on_evaluation, "on_evaluation", question.value)
         if question.about != "trained":
             return None
+        from agentrl_train.telemetry.metrics import COLUMNS
+
         step: Step = question.value
         found: dict[str, list[float]] = {}
         for group in step.groups:
@@ -287,7 +289,13 @@ class Trainer:
                 for name, value in _called(self._on_episode, "on_episode", episode).items():
                     found.setdefault(name, []).append(value)
         means = {name: fmean(values) for name, values in found.items()}
-        return {**means, **_called(self._on_step, "on_step", step)}
+        more = {**means, **_called(self._on_step, "on_step", step)}
+        if taken := sorted(more.keys() & {*step.metrics, *COLUMNS}):
+            raise CallbackFailed(
+                f"a callback returned the metric {taken[0]!r}, which the run itself logs; the run ended with "
+                "a checkpoint: give the metric another name, then continue with resume=True"
+            )
+        return more
 
 
 class _Thread(Generic[T]):

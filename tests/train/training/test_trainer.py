@@ -369,6 +369,15 @@ def test_model_of_a_failed_start_is_replaced(make: Make) -> None:
     assert all(bool((kept[name] == value).all()) for name, value in make_model(1).state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["reward", "step", "groups"])
+def test_metric_of_a_callback_cannot_replace_a_value_that_the_run_logs(make: Make, name: str) -> None:
+    trainer = make(on_step=lambda step: {name: 100.0})
+    with pytest.raises(CallbackFailed, match=f"returned the metric '{name}', which the run itself logs"):
+        trainer.train()
+    assert [line["step"] for line in logged(trainer)] == [1]
+    assert [step.number for step in make(resume=True)] == [2, 3]
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
