@@ -185,6 +185,8 @@ class Trainer:
         from agentrl_train.training.compose import evaluate_alone
         from agentrl_train.training.evaluation import Evaluations
 
+        if samples is not None and samples < 1:
+            raise ConfigError(f"evaluate got samples = {samples}: give at least 1 sample per task")
         if rank() > 0:
             return Evaluations(step=None, tasks={})
         if self._playing is not None and model is None and journal is None:

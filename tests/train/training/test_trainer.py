@@ -378,6 +378,12 @@ def test_metric_of_a_callback_cannot_replace_a_value_that_the_run_logs(make: Mak
     assert [step.number for step in make(resume=True)] == [2, 3]
 
 
+@pytest.mark.parametrize("samples", [0, -1])
+def test_evaluation_without_samples_is_refused(make: Make, samples: int) -> None:
+    with pytest.raises(ConfigError, match=f"samples = {samples}: give at least 1"):
+        make().evaluate(samples=samples)
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
