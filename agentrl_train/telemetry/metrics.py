@@ -156,7 +156,7 @@ class MetricsLog:
         ]
         _append(self._folder / "evaluations.jsonl", lines)
         self._write_trajectories(
-            f"held_out_{name.replace(' ', '_')}",
+            f"held_out_{_file_name(name)}",
             [_Shown(trajectory=one) for episodes in results.values() for one in episodes[:SHOWN_PER_TASK]],
         )
         shares = {f"held_out_success/{line['task']}": line["success"] for line in lines}
@@ -170,6 +170,20 @@ class MetricsLog:
         self._write_scalars(known, step=policy_version)
         if self._progress is not None:
             self._progress.evaluation(name, {line["task"]: line["success"] for line in lines})
+
+    def reopen(self) -> None:
+        """Continue a run that had ended: "after" is now the evaluation of a step, and there is no summary."""
+        path = self._folder / "evaluations.jsonl"
+        lines = read_jsonl(path)
+        with run_folder_errors(self._folder):
+            (self._folder / "summary.json").unlink(missing_ok=True)
+            for line in reversed(lines):  # the files are of the last evaluation
+                if line["name"] == "after":
+                    line["name"] = evaluation_name(line["policy_version"])
+                    for file in (self._folder / "trajectories").glob("held_out_after.*"):
+                        file.replace(file.with_name(file.name.replace("after", _file_name(line["name"]))))
+            if lines:
+                write_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def has_evaluation(self, name: str) -> bool:
         """Return True if an evaluation is recorded."""
@@ -234,6 +248,15 @@ class _Shown:
     group: TrajectoryGroup | None = None
     number: int = -1
     """Number of the trajectory in its step, or -1 outside of training."""
+
+
+def evaluation_name(step: int) -> str:
+    """Return the name of the evaluation of a step that is not the last one."""
+    return f"step {step}" if step else "before"
+
+
+def _file_name(evaluation: str) -> str:
+    return evaluation.replace(" ", "_")
 
 
 def readable(trajectory: Trajectory, group: TrajectoryGroup | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from agentrl_train.storage.checkpoint import (
 )
 from agentrl_train.storage.checkpoint import steps as checkpoint_steps
 from agentrl_train.telemetry.diagnosis import Diagnosis
-from agentrl_train.telemetry.metrics import MetricsLog
+from agentrl_train.telemetry.metrics import MetricsLog, evaluation_name
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import open_sinks
 from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
@@ -391,7 +391,7 @@ class Run:
     async def _evaluate_step(self, step: int) -> bool:
         """Evaluate at a step boundary, or start to evaluate alongside training. False if interrupted."""
         if self._held_out.saved is None:
-            return await self._evaluate(_evaluation_name(step))
+            return await self._evaluate(evaluation_name(step))
         self._unevaluated.add(step)
         await self._checkpoint(step=step)
         if not await self._evaluated():  # one at a time
@@ -409,7 +409,7 @@ class Run:
         if written is not None:
             await asyncio.shield(written)
         for step in sorted(self._unevaluated):
-            name = _evaluation_name(step)
+            name = evaluation_name(step)
             with self._trace.span("trainer/evaluations", f"evaluation {name}"):
                 model_folder = self._folder / "checkpoints" / f"step_{step:06d}" / "model"
                 with self._evaluation_journal(name, step) as journal:
@@ -429,13 +429,13 @@ class Run:
             for one in ([step] if self._held_out.saved is None else checkpoint_steps(folder))
             if one <= step
             and (one == 0 or self._due(one, every))
-            and not self._log.has_evaluation(_evaluation_name(one))
+            and not self._log.has_evaluation(evaluation_name(one))
         ]
         if self._held_out.saved is not None:
             self._unevaluated = {one for one in missing if is_intact(folder, one)}
             self._begin_evaluating(self._held_out.saved)
         elif missing:
-            await self._evaluate(_evaluation_name(step))
+            await self._evaluate(evaluation_name(step))
 
     async def _evaluate(self, name: str) -> bool:
         """Evaluate the current policy while training waits; return False if interrupted."""
@@ -530,10 +530,6 @@ class Run:
         return self._seconds_before + time.monotonic() - self._started
 
 
-def _evaluation_name(step: int) -> str:
-    return f"step {step}" if step else "before"
-
-
 async def run_until_rank_lost(run: Coroutine[Any, Any, Outcome], lost: Coroutine[Any, Any, None]) -> Outcome:
     """Return the outcome of a run; raises if a rank of the learner is lost before it ends."""
     running, losing = asyncio.create_task(run), asyncio.create_task(lost)
@@ -591,10 +587,13 @@ def make_log(
     elapsed_s = float(checkpoint.loop["seconds"]) if checkpoint else 0.0
     console = Console(quiet=silent)
     progress = Progress(total_steps=run.steps, console=console, first_step=step, elapsed_s=elapsed_s)
-    return MetricsLog(
+    log = MetricsLog(
         run.path,
         first_step=step,
         trajectories=metrics.trajectories,
         sinks=open_sinks(metrics, run, trace, settings=settings, notify=progress.note),
         progress=progress,
     )
+    if checkpoint and step < run.steps:
+        log.reopen()
+    return log

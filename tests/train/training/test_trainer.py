@@ -384,6 +384,29 @@ def test_evaluation_without_samples_is_refused(make: Make, samples: int) -> None
         make().evaluate(samples=samples)
 
 
+def test_success_of_an_earlier_end_is_not_reported_after_more_steps(make: Make) -> None:
+    ended = make(steps=1, settings={"eval.samples": 2}).train()
+    assert ended is not None
+    assert ended.summary is not None
+    assert ended.summary["tasks"]["babble"]["after"] is not None
+    longer = make(steps=2, resume=True)
+    for _ in longer:
+        assert not (longer.folder / "summary.json").exists()
+    summary = json.loads((longer.folder / "summary.json").read_text())
+    assert summary["policy_version"] == 2
+    assert summary["tasks"]["babble"]["before"] is not None
+    assert summary["tasks"]["babble"]["after"] is None
+    evaluations = [
+        json.loads(line) for line in (longer.folder / "evaluations.jsonl").read_text().splitlines()
+    ]
+    assert [(line["name"], line["policy_version"]) for line in evaluations] == [("before", 0), ("step 1", 1)]
+    assert (longer.folder / "trajectories" / "held_out_step_1.jsonl").exists()
+    again = make(steps=2, resume=True, settings={"eval.samples": 2}).train()
+    assert again is not None
+    assert again.summary is not None
+    assert again.summary["tasks"]["babble"]["after"] is not None
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
