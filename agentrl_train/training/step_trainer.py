@@ -228,7 +228,9 @@ class StepTrainer:
             if replayed:
                 batches = joined(batches, packed(replayed), weight=weight)
         # The learning rate depends on the number of steps, including steps without signal or skipped ones.
-        due = self.learner.num_updates + train.minibatches
+        # A resumed run can have another number of mini-batches than the steps before.
+        due = number * train.minibatches
+        self.learner.num_updates = due - train.minibatches
         metrics: dict[str, float] = {}
         if (critic := self._critic) is not None:
             with span("learn values"), self._memory(number):

@@ -407,6 +407,18 @@ def test_success_of_an_earlier_end_is_not_reported_after_more_steps(make: Make) 
     assert again.summary["tasks"]["babble"]["after"] is not None
 
 
+def test_learning_rate_follows_the_steps_if_the_number_of_mini_batches_changes(make: Make) -> None:
+    decay = {"train.learning_rate": 1e-3, "train.decay.name": "linear", "train.decay.to": 0.0}
+    settings = decay | {"rollout.max_staleness": 0, "rollout.group_size": 4}
+    for step in make(steps=4, settings=settings):
+        assert step.metrics["learning_rate"] == pytest.approx(0.75e-3)
+        break
+    steps = list(make(steps=4, settings=settings | {"train.minibatches": 2}, resume=True))
+    # The eight updates of the whole run have the rates 7/8, 6/8 ... 0.
+    means = [2.5e-3 / 4 - 1e-3 / 16, 1.5e-3 / 4 - 1e-3 / 16, 0.5e-3 / 4 - 1e-3 / 16]
+    assert [step.metrics["learning_rate"] for step in steps] == pytest.approx(means)
+
+
 def test_running_trainer_refuses_another_loop(make: Make) -> None:
     trainer = make()
     for _ in trainer:
