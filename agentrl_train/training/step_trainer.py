@@ -231,7 +231,7 @@ class StepTrainer:
         # A resumed run can have another number of mini-batches than the steps before.
         due = number * train.minibatches
         self.learner.num_updates = due - train.minibatches
-        metrics: dict[str, float] = {}
+        metrics = {"loss_tokens": 0.0}
         if (critic := self._critic) is not None:
             with span("learn values"), self._memory(number):
                 metrics |= self._learn(partial(critic.learn, step=number), step)

@@ -407,6 +407,19 @@ def test_success_of_an_earlier_end_is_not_reported_after_more_steps(make: Make) 
     assert again.summary["tasks"]["babble"]["after"] is not None
 
 
+class Even(Chatter):
+    """Every episode has the same reward."""
+
+    def respond(self, text: str) -> Reply:
+        """Reward everything."""
+        return Reply("Go on.", reward=1.0)
+
+
+def test_step_without_a_learning_signal_trains_no_tokens(make: Make) -> None:
+    (step,) = make(steps=1, environments=[Even])
+    assert step.metrics["loss_tokens"] == 0.0
+
+
 def test_learning_rate_follows_the_steps_if_the_number_of_mini_batches_changes(make: Make) -> None:
     decay = {"train.learning_rate": 1e-3, "train.decay.name": "linear", "train.decay.to": 0.0}
     settings = decay | {"rollout.max_staleness": 0, "rollout.group_size": 4}
