@@ -188,6 +188,8 @@ class Run:
         self._saved_step = resumed.step if resumed else -1
         self._best = best_success(self._folder) if resumed else -1.0
         self._interrupted = asyncio.Event()
+        self._weights = asyncio.Lock()  # callbacks of concurrent evaluations can evaluate and save
+        self._trained = loop.window.steps
         self._writing: asyncio.Task[None] | None = None
         state = resumed.loop if resumed else {}
         self._seconds_before = float(state.get("seconds", 0.0))
@@ -221,7 +223,7 @@ class Run:
             ConfigError: ``eval.samples`` is 0.
         """
         evaluator = require_evaluator(self._held_out.on(samples=samples))
-        return Evaluations(step=self._loop.window.steps, tasks=await evaluator())
+        return Evaluations(step=self._trained, tasks=await evaluator())
 
     async def save(self, folder: Path) -> None:
         """Write the current policy between two steps, as the folder ``model`` of a checkpoint."""
@@ -249,19 +251,13 @@ class Run:
 
     async def _run(self) -> Outcome:
         """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
-        version = self._loop.trained_version
-        publish = partial(
-            self._policy.publisher.publish,
-            self._policy.learner.weights(),
-            policy_version=version,
-            everywhere=True,
-        )
+        version, policy = self._loop.trained_version, self._policy
+        weights = policy.learner.weights()
+        publish = partial(policy.publisher.publish, weights, policy_version=version, everywhere=True)
         await in_thread(publish, within_s=self._step_timeout_s, doing="publishing the first weights")
         await self._probe(version)
         if self._fresh:
-            for line in await describe_completions(
-                self._policy.chat, self._policy.engine, self._policy.prompts
-            ):
+            for line in await describe_completions(policy.chat, policy.engine, policy.prompts):
                 self._log.note(line)
             if not await self._evaluate_step(0):
                 return Outcome(folder=self._folder, step=0, summary=None)
@@ -298,7 +294,11 @@ class Run:
             self._evaluating.result()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
             train = partial(self._trainer.step, step)
-            trained = await in_thread(train, within_s=self._step_timeout_s, doing=f"training step {number}")
+            async with self._weights:
+                trained = await in_thread(
+                    train, within_s=self._step_timeout_s, doing=f"training step {number}"
+                )
+                self._trained = number
         for raised in self._curriculum.trained(number, step.groups):
             self._log.note(raised)
         self._loop.admit()
@@ -491,7 +491,8 @@ class Run:
             greedy={task: result.greedy for task, result in results.items()},
         )
         self._diagnosis.compare({task: (one.success, *one.interval) for task, one in results.items()})
-        await self._observer.evaluated(Evaluations(step=step, tasks=results))
+        async with self._weights:
+            await self._observer.evaluated(Evaluations(step=step, tasks=results))
 
     async def _keep_best(self, success: float, *, step: int) -> None:
         """Keep the model of a step if its success is the best; write a checkpoint if the step has none."""

@@ -20,7 +20,10 @@ from transformers import AutoModelForCausalLM
 from agentrl_env import EnvClient, Environment, Reply
 from agentrl_train import Evaluations, Step, Trainer, Trajectory
 from agentrl_train.errors import CallbackFailed, ConfigError, RunFolderError, TrainError
+from agentrl_train.learner import Learner
+from agentrl_train.learner.state import Snapshot
 from agentrl_train.training.run import run_until_rank_lost
+from agentrl_train.training.step_trainer import StepTrainer
 from tests.env.thread_server import server_on_thread
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.runs.babble import Babble
@@ -405,6 +408,39 @@ def test_success_of_an_earlier_end_is_not_reported_after_more_steps(make: Make) 
     assert again is not None
     assert again.summary is not None
     assert again.summary["tasks"]["babble"]["after"] is not None
+
+
+def test_weights_do_not_change_during_the_callback_of_a_concurrent_evaluation(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, saving, overlaps = threading.Event(), threading.Event(), []
+    step_of, snapshot_of = StepTrainer.step, Learner.snapshot
+
+    def step(trainer: StepTrainer, taken: Step) -> dict[str, float]:
+        training.set()
+        saving.wait(0.5)  # in vain if the callback waits for the end of the step
+        metrics = step_of(trainer, taken)
+        training.clear()
+        return metrics
+
+    def snapshot(learner: Learner) -> Snapshot:
+        overlaps.append(training.is_set())
+        saving.set()
+        return snapshot_of(learner)
+
+    def on_evaluation(evaluations: Evaluations) -> None:
+        if evaluations.step == 0:
+            found = trainer.evaluate(samples=1)
+            assert found["babble"].versions == {found.step}
+            trainer.save("policy")
+
+    settings = {"eval.samples": 1, "eval.concurrent.max_sessions": 2, "checkpoint.best": False}
+    trainer = make(on_evaluation=on_evaluation, settings=settings)
+    monkeypatch.setattr(StepTrainer, "step", step)
+    monkeypatch.setattr(Learner, "snapshot", snapshot)
+    assert [step.number for step in trainer] == [1, 2, 3]
+    assert len(overlaps) > 1
+    assert not any(overlaps)
 
 
 class Even(Chatter):
