@@ -203,7 +203,8 @@ class ServerProcess(ServerHandle):
         self._socket.setblocking(False)
         with stdin:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agentrl_env", "serve", *self._arguments],
+                # -P, because a random.py in the working directory would replace Python's own
+                [sys.executable, "-P", "-m", "agentrl_env", "serve", *self._arguments],
                 stdin=stdin.fileno(),
                 stdout=self._log or subprocess.PIPE,
                 stderr=subprocess.STDOUT if self._log else None,

@@ -97,7 +97,7 @@ def _ask(target: str, question: Mapping[str, Any], hash_seed: int, timeout: floa
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, target],
+            [sys.executable, "-P", "-m", __name__, target],  # as agentrl-env, which does not import from here
             input=json.dumps(question),
             capture_output=True,
             encoding="utf-8",

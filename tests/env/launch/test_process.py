@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def test_server_with_workers_is_found_and_stopped():
         assert asyncio.run(hello(server.url, server.token)) == "Hello."
         pid = server.pid
     until_dead(pid)
+
+
+def test_module_of_the_standard_library_is_not_taken_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise ImportError('not the random of Python')")
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.chdir(tmp_path)
+    with ServerProcess(TARGET) as server:
+        assert server.running
 
 
 def test_stop_ends_child_processes_and_is_idempotent():

@@ -138,6 +138,14 @@ def test_data_set_that_is_the_same_in_every_process_passes(tmp_path):
     assert report["data_set"].evidence == "6 samples were the same in two processes."
 
 
+def test_data_set_is_compared_next_to_a_file_with_the_name_of_a_standard_module(tmp_path, monkeypatch):
+    task = load_target(listed(tmp_path / "stable", 'return [{"w": split}]'))
+    (tmp_path / "random.py").write_text("raise ImportError('not the random of Python')")
+    monkeypatch.chdir(tmp_path)
+    (report,) = run_checks(task.local, checks=only("data_set"))
+    assert report["data_set"].evidence == "2 samples were the same in two processes."
+
+
 def test_data_set_of_a_class_inside_a_function_is_read_twice():
     class Unstable(Guess):
         calls = itertools.count()
