@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from pydantic_core import to_jsonable_python
 
 from agentrl_env.author_code import describe
 from agentrl_env.errors import DefinitionError, UnknownSample
@@ -246,18 +245,17 @@ class Dataset:
                 index = str(next(islice(samples, index, None)))
             chosen = self._data(samples, split, index)
             key = index
-        if seed is None:
-            seed = stable_seed(self._task, split, key)
-        sample = TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
         try:
-            _to_json(chosen)
-        except (TypeError, ValueError, RecursionError):
+            chosen = plain_json(chosen)
+        except ValueError as error:
             what = f"samples({split!r})[{index!r}]" if data is None else "the given sample"
             raise DefinitionError(
-                f"{what} of task {self._task!r} cannot be sent as JSON: it {_not_json(chosen)}",
+                f"{what} of task {self._task!r} cannot be sent as JSON: it {error}",
                 self._environment.samples if data is None else None,
             ) from None
-        return sample
+        if seed is None:
+            seed = stable_seed(self._task, split, key)
+        return TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)
 
     def _data(self, samples: Samples, split: str, index: int | str) -> dict[str, Any]:
         size = _length(samples)
@@ -284,33 +282,48 @@ class Dataset:
         return dict(data)
 
 
-def _to_json(data: Any) -> None:
-    """Raise TypeError or ValueError if JSON would change a sample's data."""
+def plain_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data as a receiver of its JSON gets it. Tuples become lists.
+
+    Raises ValueError, with the place of the first value that JSON cannot represent or would change.
+    """
 
     def plain(value: Any) -> Any:
-        if isinstance(value, set | frozenset):
-            raise TypeError("a set has no order")
-        return to_jsonable_python(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError
 
-    json.dumps(data, allow_nan=False, ensure_ascii=False, default=plain).encode()
+    try:
+        received = json.loads(json.dumps(data, allow_nan=False, ensure_ascii=False, default=plain).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(_not_json(data) or f"is not JSON: {error}") from error
+    if received != data and (problem := _not_json(data)):
+        raise ValueError(problem)
+    return received  # type: ignore[no-any-return]
 
 
 def _not_json(value: Any, path: str = "", depth: int = 0) -> str:
     """Return the place and kind of the first value that JSON cannot represent, or "" if there is none."""
     if depth > MAX_DEPTH:
         return f"is nested deeper than {MAX_DEPTH} values"
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+    where = path or "its top"
+    if isinstance(value, Mapping | list | tuple):
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str):
+                    return f"has the key {key!r:.80} at {where}; keys are text in JSON"
+                if problem := _not_json(key, path, depth):
+                    return problem
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
         found = (_not_json(item, f"{path}[{key!r}]", depth + 1) for key, item in items)
-        if problem := next(filter(None, found), ""):
-            return problem
+        return next(filter(None, found), "")
     try:
-        _to_json(value)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return f"holds text with a lone surrogate at {where}, which UTF-8 cannot encode"
     except (TypeError, ValueError):
         what = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
-        return (
-            f"holds {what} at {path or 'its top'}; use dicts, lists, text, finite numbers, booleans or None"
-        )
+        return f"holds {what} at {where}; use dicts, lists, text, finite numbers, booleans or None"
     return ""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from pydantic import BaseModel, ValidationError
 
 from agentrl_env.client.http import HttpBackend
+from agentrl_env.dataset import plain_json
 from agentrl_env.errors import ClientClosed, InvalidRequest, WireError, explain, from_wire
 from agentrl_env.types import (
     Message,
@@ -329,6 +330,10 @@ def _request(
     sample: dict[str, Any] | None,
     wait: float,
 ) -> OpenRequest:
+    try:
+        sample = plain_json(sample) if isinstance(sample, Mapping) else sample
+    except ValueError as error:
+        raise InvalidRequest(f"sample cannot be sent as JSON: it {error}") from None
     try:
         return OpenRequest(
             task=task,

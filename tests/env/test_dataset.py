@@ -1,7 +1,11 @@
 import os
+import re
 import shutil
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +155,37 @@ def test_sample_data_must_be_json():
 
     with pytest.raises(DefinitionError, match=r"samples\('train'\)\[0\] .* cannot be sent as JSON"):
         Dataset(Odd).sample("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (date(2026, 1, 2), "holds a date at ['x']"),
+        (Decimal("1.5"), "holds a Decimal at ['x']"),
+        (b"text", "holds a bytes at ['x']"),
+        ([{3: "a"}], "has the key 3 at ['x'][0]; keys are text"),
+        ("\ud800", "holds text with a lone surrogate at ['x']"),
+    ],
+)
+def test_sample_data_that_json_would_change_is_rejected(value, problem):
+    class Odd(Books):
+        @classmethod
+        def samples(cls, split):
+            return [{"x": value}]
+
+    with pytest.raises(DefinitionError, match=re.escape(problem)):
+        Dataset(Odd).sample("train", 0)
+
+
+def test_sample_of_a_data_set_is_equal_to_the_same_sample_after_its_transfer():
+    class Places(Books):
+        @classmethod
+        def samples(cls, split):
+            return [{"place": (1, {"size": np.float64(0.5)})}]
+
+    sample = Dataset(Places).sample("train", 0)
+    assert sample.data == TaskSample.model_validate_json(sample.model_dump_json()).data
+    assert sample.data == {"place": [1, {"size": 0.5}]}
 
 
 def test_generator_of_samples_raises_definition_error():

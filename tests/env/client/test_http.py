@@ -3,6 +3,7 @@ import pickle
 import random
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import date
 
 import pytest
 
@@ -448,6 +449,15 @@ async def test_invalid_opening_is_rejected_before_sending(serving):
     async with EnvClient.connect(server.url) as client:
         with pytest.raises(InvalidRequest, match=r"^seed: Input should be greater than or equal to 0$"):
             await client.open("quick", seed=-1)
+
+
+@pytest.mark.parametrize("value", [date(2026, 1, 2), {1, 2}, float("nan"), {3: "a"}, object()])
+async def test_sample_that_is_not_json_is_rejected_in_this_process_and_before_sending(serving, value):
+    server = await serving(Quick)
+    async with EnvClient.connect(server.url) as served, Quick.local() as local:
+        for client in (served, local):
+            with pytest.raises(InvalidRequest, match=r"^sample cannot be sent as JSON: it h.* at \['x'\]"):
+                await client.open("quick", sample={"x": value})
 
 
 async def test_waiting_openings_leave_connections_for_steps(serving):
