@@ -434,9 +434,9 @@ def tool_messages(content: object, call_id: str, name: str) -> list[Message | To
 
 
 def bounded(content: object, room: int) -> tuple[object, int]:
-    """Cut the text of an author's content to ``room`` characters. Return it and the remaining room."""
+    """Return content as it can be sent, with at most ``room`` characters, and the remaining room."""
     if isinstance(content, str):
-        content = cut(content, room)
+        content = clean(cut(content, room))
         return content, room - len(content)
     if isinstance(content, list):
         bounds = []

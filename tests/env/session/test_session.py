@@ -578,6 +578,11 @@ class Unsendable(Quick):
         return "caf\udce9 ☃"
 
     @tool
+    def write(self):
+        part = {"type": "text", "text": "caf\udce9"}
+        return [Message(role="tool", content="\udce9"), Message(role="user", content=[part])]
+
+    @tool
     def complain(self):
         raise ToolError("\udce9")
 
@@ -597,6 +602,8 @@ class Unsendable(Quick):
 async def test_lone_surrogates_are_replaced():
     session = await started(Unsendable)
     assert (await session.step(says("surrogate"))).messages[0].content == "caf? ☃"
+    written = (await session.step(says("write"))).messages
+    assert [message.content for message in written] == ["?", [{"type": "text", "text": "caf?"}]]
     assert (await session.step(says("complain"))).messages[0].content == "?"
     assert (await session.step(says("named"))).metrics == {"invalid_calls": 0.0, "1": 2.0, "?": 1.0}
     assert (await session.step(says("lost"))).info["error"]["message"].startswith("OSError: ? (tests/env")
