@@ -107,12 +107,18 @@ class Arguments:
             raise self._without_schema(fields, error) from error
 
     def _check_values(self) -> None:
-        """Raise DefinitionError if a Literal or an Enum has a value that JSON cannot represent."""
-        for value in _not_json(self._adapter.core_schema):
-            raise self._invalid(
-                f"an argument can be {value!r:.80}, which JSON cannot express; write the plain values in "
-                "Literal[...], and use an Enum whose values are text or numbers"
-            )
+        """Raise DefinitionError for values that JSON cannot represent or that parsing does not validate."""
+        for part in _parts(self._adapter.core_schema):
+            if part.get("type") == "generator":
+                raise self._invalid(
+                    "the items of an Iterable are validated when the tool reads them, and a wrong item fails "
+                    "the episode; annotate the parameter with list[...]"
+                )
+            for value in _not_json(part):
+                raise self._invalid(
+                    f"an argument can be {value!r:.80}, which JSON cannot express; write the plain values in "
+                    "Literal[...], and use an Enum whose values are text or numbers"
+                )
 
     def _check_defaults(self, function: Callable[..., Any]) -> None:
         """Raise DefinitionError if the schema has a default value that a model could not pass."""
@@ -314,19 +320,24 @@ def _with_integers(text: str) -> str:
     return json.dumps(convert(from_json(text)))
 
 
-def _not_json(core_schema: Any) -> Iterator[Any]:
-    """Yield the values of literals and enums in a pydantic-core schema that JSON cannot represent."""
+def _parts(core_schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a pydantic-core schema and all schemas in it."""
     if isinstance(core_schema, list):
         for item in core_schema:
-            yield from _not_json(item)
+            yield from _parts(item)
     elif isinstance(core_schema, dict):
-        values = core_schema.get("expected", ()) if core_schema.get("type") == "literal" else ()
-        if core_schema.get("type") == "enum":
-            values = [member.value for member in core_schema["members"]]
-        yield from (value for value in values if not isinstance(value, str | int | float | None))
+        yield core_schema
         for key, item in core_schema.items():
             if key != "metadata":
-                yield from _not_json(item)
+                yield from _parts(item)
+
+
+def _not_json(core_schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values of a literal or an enum that JSON cannot represent."""
+    values = core_schema.get("expected", ()) if core_schema.get("type") == "literal" else ()
+    if core_schema.get("type") == "enum":
+        values = [member.value for member in core_schema["members"]]
+    yield from (value for value in values if not isinstance(value, str | int | float | None))
 
 
 def _json_default(value: Any) -> dict[str, Any]:

@@ -295,6 +295,12 @@ TOOLS = {
         "from collections.abc import Callable\n@tool  # here\ndef guess(self, n: Callable[[], int]): ...\n",
         "parameter 'n' has a type that JSON cannot express",
     ),
+    "items that parsing does not validate": (
+        "from collections.abc import Iterable\n"
+        "@tool  # here\ndef guess(self, n: dict[str, Iterable[int]]): ...\n",
+        "Guess.guess: the items of an Iterable are validated when the tool reads them, and a wrong item "
+        "fails the episode; annotate the parameter with list[...]",
+    ),
     "invalid pattern": (
         "from typing import Annotated\nfrom pydantic import Field\n"
         "@tool  # here\ndef guess(self, n: Annotated[str, Field(pattern='(')]): ...\n",
