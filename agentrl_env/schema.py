@@ -47,11 +47,11 @@ class ArgumentError(Exception):
 class Arguments:
     """The arguments of one tool: their JSON Schema and their parser."""
 
-    def __init__(self, function: Callable[..., Any], owner: str) -> None:
+    def __init__(self, function: Callable[..., Any], owner: type) -> None:
         self._function = function
-        self._where = f"{owner}.{function.__name__}"
+        self._where = f"{owner.__name__}.{function.__name__}"
         self.summary, described = parse_docstring(inspect.getdoc(function) or "")
-        fields = self._fields(function, described)
+        fields = self._fields(function, described, owner)
         self.unknown = tuple(name for name in described if name not in fields)
         """Names in the ``Args:`` section that are not parameters."""
         self._adapter = self._build(fields)
@@ -80,12 +80,19 @@ class Arguments:
         check_finite(text)  # pydantic checks only parameters of type float
         return arguments
 
-    def _fields(self, function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Any]:
+    def _fields(
+        self, function: Callable[..., Any], described: Mapping[str, str], owner: type
+    ) -> dict[str, Any]:
         """Return the annotation of each parameter except ``self``."""
+        names = ((name, value) for base in reversed(owner.__mro__) for name, value in vars(base).items())
+        nested = {name: value for name, value in names if isinstance(value, type)}
         try:
-            hints = get_type_hints(function, include_extras=True)
+            hints = get_type_hints(function, localns=nested, include_extras=True)
         except (NameError, TypeError, AttributeError, SyntaxError) as error:
-            raise self._invalid(f"cannot resolve its annotations: {error}") from error
+            advice = (
+                f"; define it in the module or in {owner.__name__}" if isinstance(error, NameError) else ""
+            )
+            raise self._invalid(f"cannot resolve its annotations: {error}{advice}") from error
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters or (parameters[0].name != "self" and parameters[0].name in hints):
             raise self._invalid("its first parameter must be self")

@@ -195,7 +195,7 @@ class Toolset:
             raise DefinitionError(
                 f"{environment.__name__} has two tools named {options.name!r}; rename one", function
             )
-        arguments = options.arguments or Arguments(function, environment.__name__)
+        arguments = options.arguments or Arguments(function, environment)
         self.tools[options.name] = Tool(
             name=options.name,
             attribute=attribute,

@@ -278,7 +278,8 @@ TOOLS = {
     "positional argument": ("@tool  # here\ndef guess(self, n: int, /): ...\n", "'n' must be a plain named"),
     "unknown type": (
         "@tool  # here\ndef guess(self, n: 'Nummer'): ...\n",
-        "Guess.guess: cannot resolve its annotations: name 'Nummer' is not defined",
+        "Guess.guess: cannot resolve its annotations: name 'Nummer' is not defined; define it in the "
+        "module or in Guess",
     ),
     "no self": ("@tool  # here\ndef guess(n: int): ...\n", "Guess.guess: its first parameter must be self"),
     "no parameter": ("@tool  # here\ndef guess(): ...\n", "Guess.guess: its first parameter must be self"),

@@ -754,3 +754,24 @@ class Defaults(Environment):
 
 def test_defaults_that_fit_their_annotations_are_accepted():
     assert toolset(Defaults).tools["take"].arguments.parse("{}") == {}
+
+
+class Sizes(Quick):
+    class Size(StrEnum):
+        SMALL = "s"
+
+
+class Shirts(Sizes):
+    @tool
+    def list(self):
+        return "shirts"
+
+    @tool
+    def order(self, size: "Size", colors: "list[str]"):  # noqa: F821 (as with postponed annotations)
+        return f"{size!r} {colors}"
+
+
+def test_annotations_name_types_of_the_class_and_no_tools():
+    with Shirts.session() as session:
+        result = session.step(ToolCall.of("order", size="s", colors=["red"]))
+    assert result.messages[0].content == "<Size.SMALL: 's'> ['red']"
