@@ -23,6 +23,7 @@ _ADVICE = {
     "can't be used in 'await' expression": "await only the results of async methods",
     "exceptions must derive from BaseException": "return what ends the episode or answers the model, as in "
     "return Done(...); only ToolError is raised",
+    "64 is not JSON serializable": "make a number of NumPy plain, as in int(...) or float(...)",
     "'TaskSample' object ": "the data from samples() is in sample.data, as in sample.data['key']",
 }
 """Advice about messages of Python that contain none."""

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar, overload
 
@@ -494,6 +496,10 @@ def _check_json(message: Message, where: str) -> None:
 
 def _remedy(content: object, where: str) -> str:
     """Return advice about values of unsupported types that contain more than text, or ""."""
+    items = content if isinstance(content, list) else [content]
+    other = next(item for item in items if not isinstance(item, Message))
+    if isinstance(content, list) or (isinstance(content, dict) and "role" in content):
+        return f"; write Message(role=..., content=...) instead of a {type(other).__name__}"
     if isinstance(content, dict):
         return ", such as json.dumps(...) of the dict"
     rest = content[1:] if isinstance(content, tuple) else ()
@@ -550,5 +556,6 @@ def _sum(total: float, number: float, what: str) -> float:
 
 def _finite(value: object, what: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
-        raise DefinitionError(f"{what} must be a finite number, got {value!r}")
+        advice = "; write float(...)" if isinstance(value, Decimal | Fraction | np.ndarray) else ""
+        raise DefinitionError(f"{what} must be a finite number, got {value!r}{advice}")
     return float(value)

@@ -78,7 +78,20 @@ RESET = {
     ),
     "a dict": (
         "def reset(self, sample, rng):  # here\n    return {'role': 'user', 'content': 'Guess.'}\n",
-        "reset() returned dict; return a str, a Message or a list of them",
+        "reset() returned dict; return a str, a Message or a list of them; write Message(role=..., "
+        "content=...) instead of a dict",
+    ),
+    "a list of dicts": (
+        "def reset(self, sample, rng):  # here\n    return [{'role': 'user', 'content': 'Guess.'}]\n",
+        "a list of them; write Message(role=..., content=...) instead of a dict",
+    ),
+    "a list of texts": (
+        "def reset(self, sample, rng):  # here\n    return ['Guess', 'a word.']\n",
+        "a list of them; write Message(role=..., content=...) instead of a str",
+    ),
+    "a NumPy number in JSON": (
+        "def reset(self, sample, rng):\n    import json\n    return json.dumps(rng.integers(9))  # here\n",
+        "is not JSON serializable; make a number of NumPy plain, as in int(...) or float(...)",
     ),
     "observation and info": (
         "def reset(self, sample, rng):  # here\n    return 'Guess.', {}\n",
@@ -183,6 +196,11 @@ TOOLS = {
     "a reward that is no number": (
         "@tool  # here\ndef guess(self):\n    return Reply('yes', reward=float('nan'))\n",
         "reward must be a finite number, got nan",
+    ),
+    "a reward that is a Fraction": (
+        "from fractions import Fraction\n"
+        "@tool  # here\ndef guess(self):\n    return Reply('yes', reward=self.Fraction(1, 2))\n",
+        "reward must be a finite number, got Fraction(1, 2); write float(...)",
     ),
     "a metric that is text": (
         "@tool  # here\ndef guess(self):\n    return Reply('yes', metrics={'speed': 'high'})\n",
