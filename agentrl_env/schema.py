@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, get_type_hints
 
+from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as JsonSchemaError
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
@@ -25,6 +27,7 @@ _MAY_NOT_BE_FINITE = re.compile(r"NaN|Infinity|[eE]\+?0*\d{3}|\d{309}")
 MAX_ERRORS = 3
 """Maximum number of errors of one call that are shown to the model."""
 _MAX_ECHO = 80
+_BOOLEAN = re.compile(r"true|false")
 _WHOLE_NUMBER = re.compile(r"\d\.0|\d[eE]")
 """Matches JSON text that might contain a whole number with a decimal point or an exponent."""
 _DATE = "an ISO 8601 date such as '2024-02-29'"
@@ -55,6 +58,8 @@ class Arguments:
         self.unknown = tuple(name for name in described if name not in fields)
         """Names in the ``Args:`` section that are not parameters."""
         self._adapter = self._build(fields)
+        self._numbered = False
+        """True if a Literal or an Enum has numbers."""
         self._check_values()
         self._validate: Callable[..., dict[str, Any]] = self._adapter.validator.validate_json
         self.schema = _plain(self._json_schema(fields))
@@ -78,7 +83,21 @@ class Arguments:
             except ValueError:
                 raise ArgumentError(self._explain(error)) from None
         check_finite(text)  # pydantic checks only parameters of type float
+        if self._numbered and _BOOLEAN.search(text):
+            self._check_booleans(text)
         return arguments
+
+    def _check_booleans(self, text: str) -> None:
+        """Raise ArgumentError for a boolean that was accepted as an equal number of a Literal or an Enum."""
+        for error in Draft202012Validator(self.schema).iter_errors(from_json(text)):
+            for leaf in _leaves(error):
+                if isinstance(leaf.instance, bool) and leaf.validator in ("enum", "const"):
+                    options = leaf.validator_value if leaf.validator == "enum" else [leaf.validator_value]
+                    where = ".".join(map(str, leaf.absolute_path))
+                    wanted = ", ".join(map(echo, options))
+                    raise ArgumentError(
+                        f"argument {echo(where)} should be one of {wanted}, got {echo(leaf.instance)}"
+                    )
 
     def _fields(
         self, function: Callable[..., Any], described: Mapping[str, str], owner: type
@@ -121,11 +140,13 @@ class Arguments:
                     "the items of an Iterable are validated when the tool reads them, and a wrong item fails "
                     "the episode; annotate the parameter with list[...]"
                 )
-            for value in _not_json(part):
-                raise self._invalid(
-                    f"an argument can be {value!r:.80}, which JSON cannot express; write the plain values in "
-                    "Literal[...], and use an Enum whose values are text or numbers"
-                )
+            for value in _options(part):
+                if not isinstance(value, str | int | float | None):
+                    raise self._invalid(
+                        f"an argument can be {value!r:.80}, which JSON cannot express; write the plain "
+                        "values in Literal[...], and use an Enum whose values are text or numbers"
+                    )
+                self._numbered |= isinstance(value, int | float)
 
     def _check_defaults(self, function: Callable[..., Any]) -> None:
         """Raise DefinitionError if the schema has a default value that a model could not pass."""
@@ -339,12 +360,16 @@ def _parts(core_schema: Any) -> Iterator[dict[str, Any]]:
                 yield from _parts(item)
 
 
-def _not_json(core_schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of a literal or an enum that JSON cannot represent."""
-    values = core_schema.get("expected", ()) if core_schema.get("type") == "literal" else ()
+def _options(core_schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the values of a literal or an enum."""
     if core_schema.get("type") == "enum":
-        values = [member.value for member in core_schema["members"]]
-    yield from (value for value in values if not isinstance(value, str | int | float | None))
+        return [member.value for member in core_schema["members"]]
+    return core_schema["expected"] if core_schema.get("type") == "literal" else ()
+
+
+def _leaves(error: JsonSchemaError) -> list[JsonSchemaError]:
+    """Return the errors in the alternatives of a union, or else the error."""
+    return [leaf for cause in error.context or () for leaf in _leaves(cause)] or [error]
 
 
 def _json_default(value: Any) -> dict[str, Any]:

@@ -232,6 +232,39 @@ def test_error_of_an_argument_names_the_format(change, message):
     assert str(caught.value).startswith(message)
 
 
+class Speed(Enum):
+    SLOW = 1
+    FAST = 2
+
+
+class Steered(Quick):
+    @tool
+    def steer(
+        self,
+        lever: Literal[0, 1],
+        speed: Speed | None = None,
+        path: Sequence[Literal[0, 1]] = (),
+        go: bool = True,
+    ):
+        return f"{lever} {speed} {path} {go}"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"lever": True}, 'argument "lever" should be one of 0, 1, got true'),
+        ({"lever": 1, "speed": True}, 'argument "speed" should be one of 1, 2, got true'),
+        ({"lever": 1, "path": [0, False]}, 'argument "path.1" should be one of 0, 1, got false'),
+    ],
+)
+def test_boolean_is_not_an_equal_number(given, problem):
+    steer = toolset(Steered).tools["steer"].arguments
+    assert steer.parse('{"lever": 1.0, "speed": 2, "path": [0], "go": false}')["go"] is False
+    with pytest.raises(ArgumentError) as caught:
+        steer.parse(json.dumps(given))
+    assert str(caught.value) == problem
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic takes typing.TypedDict from Python 3.12 on")
 def test_cause_of_a_type_without_a_schema_is_named():
     class Pair(typing.TypedDict):
