@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,17 +138,18 @@ def check(context: typer.Context, settings: CheckSettings) -> None:
     measured = _measured(resume)
     if resume is not None:
         _check_writable(resume)
-    for target in _environments(settings.targets):
-        try:
-            if quality:
-                with progress.status(f"measuring {target} ..."):
-                    found += measured.get(target) or _keep(resume, target, measure(target))
-            else:
-                found += conform(target)
-        except AgentRLError as error:
-            if traceback and isinstance(error, TargetError) and error.__cause__ is not None:
-                print_exception(error.__cause__)
-            errors.append({"target": target, "type": type(error).__name__, "message": str(error)})
+    with redirect_stdout(sys.stderr):  # the output of the tasks, because the report is printed to stdout
+        for target in _environments(settings.targets):
+            try:
+                if quality:
+                    with progress.status(f"measuring {target} ..."):
+                        found += measured.get(target) or _keep(resume, target, measure(target))
+                else:
+                    found += conform(target)
+            except AgentRLError as error:
+                if traceback and isinstance(error, TargetError) and error.__cause__ is not None:
+                    print_exception(error.__cause__)
+                errors.append({"target": target, "type": type(error).__name__, "message": str(error)})
     ok = not errors and (quality or all(report.ok for report in found))
     if settings.as_json:
         key_of = "quality" if quality else "reports"

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,6 @@ def eval_(context: typer.Context, settings: EvalSettings) -> None:
     token = resolve_token(context, settings.token, settings.token_file)
     if settings.replay is not None and (unused := given_options(context, RECORDED)):
         raise AgentRLError(f"--replay repeats recorded samples and messages; omit {', '.join(unused)}")
-    connect = client_of(settings.target, token, timeout=settings.step_timeout)
     source = _source(settings)
 
     async def run() -> tuple[EvaluationRun, Path]:
@@ -190,7 +189,10 @@ def eval_(context: typer.Context, settings: EvalSettings) -> None:
             await _play(client, policy, file, settings)
             return file.run, file.path.parent
 
-    _finish(*asyncio.run(run()), settings)
+    with redirect_stdout(sys.stderr):  # the output of the task, because the result is printed to stdout
+        connect = client_of(settings.target, token, timeout=settings.step_timeout)
+        finished = asyncio.run(run())
+    _finish(*finished, settings)
 
 
 def compare(

@@ -248,6 +248,31 @@ def test_check_as_json_is_one_object_on_stdout(cli):
     assert verdicts["limits"] == "pass"
 
 
+PRINTING = '''
+from agentrl_env import Done, Environment, tool
+
+class Printing(Environment):
+    """Say a word."""
+
+    def reset(self, sample, rng):
+        print("opened", end=" ")
+        return "Say a word."
+
+    @tool
+    def say(self, word: str):
+        """Say a word."""
+        return Done("Thank you.", reward=1.0)
+'''
+
+
+@pytest.mark.usefixtures("one_process")
+def test_output_of_a_task_is_not_in_the_json_of_check(cli):
+    Path("environment.py").write_text(f"print('imported')\n{PRINTING}")
+    _, out, err = cli("check", ".", "--json")
+    assert json.loads(out)["reports"]
+    assert err.startswith("imported\nopened opened ")
+
+
 def test_check_as_json_reports_why_a_class_does_not_load(cli):
     Path("environment.py").write_text("from agentrl_env import Environment\n\nx = itn\n")
     code, out, err = cli("check", ".", "--json")

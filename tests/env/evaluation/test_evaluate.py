@@ -68,6 +68,17 @@ def endpoint(url, model="small"):
     return ["--base-url", url, "--model", model]
 
 
+def test_output_of_a_task_is_not_in_the_json_of_eval(cli):
+    task = f"print('imported')\nfrom {Sums.__module__} import Sums as Base\n\nclass Sums(Base):\n"
+    task += "    def reset(self, sample, rng):\n        print('opened', end=' ')\n"
+    Path("environment.py").write_text(f"{task}        return super().reset(sample, rng)\n")
+    with ChatServer(lambda body: play_sums(body, lambda a: True)) as server:
+        _, out, err = cli("eval", "environment.py:Sums", *endpoint(server.url), "--samples", 2, "--json")
+    assert json.loads(out)["success"]["value"] == 1.0
+    assert "imported\n" in err
+    assert "opened opened " in err
+
+
 def test_model_is_evaluated_on_a_class(cli):
     with ChatServer(lambda body: play_sums(body, lambda a: a % 4 != 0)) as server:
         code, out, err = cli(
