@@ -271,25 +271,26 @@ def echo(value: Any) -> str:
 
 
 def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a Google-style docstring into its description and its ``Args:`` descriptions."""
+    """Split a Google-style docstring into its description and its ``Args:`` descriptions.
+
+    The sections ``Returns:``, ``Raises:`` and ``Yields:`` are omitted.
+    """
     body: list[str] = []
     described: dict[str, str] = {}
-    section, current = "", ""
+    section, current, indent = "", "", 0
     for line in text.splitlines():
-        header = re.match(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", line)
-        entry = re.match(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$", line)
+        header = re.match(r"(Args|Arguments|Returns|Raises|Yields):\s*$", line)
+        entry = re.match(r"(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$", line)
         if header:
             section, current = header.group(1), ""
-        elif not section:
-            body.append(line)
-        elif section.startswith("Arg") and entry and not _continues(line, current):
-            current = entry.group(1)
-            described[current] = entry.group(2)
-        elif section.startswith("Arg") and current and line.strip():
-            described[current] = f"{described[current]} {line.strip()}".strip()
-        elif line.strip() and not line.startswith(" "):
+        elif not section or line[:1].strip():
             section = ""
             body.append(line)
+        elif section.startswith("Arg") and entry and (not current or len(entry.group(1)) <= indent):
+            indent, current = len(entry.group(1)), entry.group(2)
+            described[current] = entry.group(3)
+        elif section.startswith("Arg") and current and line.strip():
+            described[current] = f"{described[current]} {line.strip()}".strip()
     return "\n".join(body).strip(), described
 
 
@@ -301,11 +302,6 @@ def _reason(problem: Any) -> str:
     if wanted := re.match(r"[\w ]+? should (.+)", problem["msg"], re.DOTALL):
         return f" should {wanted[1]}"
     return f": {problem['msg'].removeprefix('Value error, ')}"
-
-
-def _continues(line: str, current: str) -> bool:
-    """Return True if a line continues the entry above it, because it is indented deeper than entries."""
-    return bool(current) and len(line) - len(line.lstrip()) > 4
 
 
 def _described(annotation: Any, description: str) -> Any:

@@ -399,6 +399,15 @@ def test_docstring_is_split_into_description_and_arguments():
     assert described == {"a": "one", "b": "two lines: here"}
 
 
+def test_text_after_the_arguments_belongs_to_the_description():
+    text, described = parse_docstring(
+        "First.\n\nArgs:\n  a: one\n    note: two\n  b: three\n\nLast.\n\n"
+        "Note:\n    Ten results.\n\nRaises:\n    X: y"
+    )
+    assert text == "First.\n\nLast.\n\nNote:\n    Ten results."
+    assert described == {"a": "one note: two", "b": "three"}
+
+
 def test_text_of_a_tool_becomes_the_answer_to_its_call():
     (message,) = tool_messages("hi", "id7", "f")
     assert message == ToolAnswer(content="hi", tool_call_id="id7")
