@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from agentrl_env.author_code import describe
-from agentrl_env.errors import DefinitionError, UnknownSample
+from agentrl_env.errors import DefinitionError, InvalidRequest, UnknownSample
 from agentrl_env.types import SplitInfo, TaskSample
 from agentrl_env.wire import SEED_BITS
 
@@ -232,7 +232,8 @@ class Dataset:
 
         Raises:
             UnknownSample: The split or the index does not exist.
-            DefinitionError: The data is not JSON.
+            InvalidRequest: The given data is not JSON.
+            DefinitionError: The data of the dataset is not JSON.
         """
         samples = self.split(split)
         if data is not None:
@@ -248,11 +249,11 @@ class Dataset:
         try:
             chosen = plain_json(chosen)
         except ValueError as error:
-            what = f"samples({split!r})[{index!r}]" if data is None else "the given sample"
-            raise DefinitionError(
-                f"{what} of task {self._task!r} cannot be sent as JSON: it {error}",
-                self._environment.samples if data is None else None,
-            ) from None
+            problem = f"cannot be sent as JSON: it {error}"
+            if data is not None:
+                raise InvalidRequest(f"sample {problem}") from None
+            what = f"samples({split!r})[{index!r}] of task {self._task!r}"
+            raise DefinitionError(f"{what} {problem}", self._environment.samples) from None
         if seed is None:
             seed = stable_seed(self._task, split, key)
         return TaskSample(task=self._task, split=split, index=index, seed=seed, data=chosen)

@@ -76,7 +76,7 @@ class Tasks:
         return await asyncio.shield(self._starting)
 
     async def sample(self, request: OpenRequest) -> TaskSample:
-        """Return the sample that a request selects. Raises UnknownSample, EnvironmentFailed."""
+        """Return the sample of a request. Raises UnknownSample, InvalidRequest, EnvironmentFailed."""
         environment = self.environment(request.task)
         dataset = self._datasets[environment.name]
         wanted = (request.split, request.index, request.seed, request.sample)

@@ -160,6 +160,9 @@ async def test_each_error_has_its_type_and_status(serving):
     )
     assert error_of(await post("/v1/sessions", content=b"{")) == (422, "invalid_request")
     assert error_of(await post("/v1/sessions", json=[])) == (422, "invalid_request")
+    for value in (b"NaN", b'"\\ud800"'):
+        content = b'{"task": "quick", "sample": {"x": %s}}' % value
+        assert error_of(await post("/v1/sessions", content=content)) == (422, "invalid_request")
     assert error_of(await post("/v1/sessions", json={"task": "quick", "seed": -1})) == (
         422,
         "invalid_request",
