@@ -23,6 +23,8 @@ _ADVICE = {
     "can't be used in 'await' expression": "await only the results of async methods",
     "exceptions must derive from BaseException": "return what ends the episode or answers the model, as in "
     "return Done(...); only ToolError is raised",
+    "terminated abruptly": "a spawned process cannot import modules from the folder "
+    "of a task: name the task as module:Class, or fork",
     "64 is not JSON serializable": "make a number of NumPy plain, as in int(...) or float(...)",
     "'TaskSample' object ": "the data from samples() is in sample.data, as in sample.data['key']",
 }
@@ -47,7 +49,7 @@ def describe(error: BaseException, method: Any = None) -> str:
     text = text.encode("utf-8", "replace").decode("utf-8")
     for symptom, advice in _ADVICE.items():
         if symptom in text:
-            text = f"{text}; {advice}"
+            text = f"{text.rstrip('.')}; {advice}"
     return with_place(text, raised_at(error) or place(method))
 
 

@@ -356,4 +356,17 @@ def test_error_in_a_neighbour_names_the_neighbour(tmp_path):
     assert result.info["error"]["message"].endswith("guess/helpers.py:2, in look)")
 
 
+def test_error_of_a_spawned_process_that_cannot_import_the_folder_has_the_remedy(tmp_path):
+    source = "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
+    source += "from .helpers import look\n" + task(
+        "@tool\ndef guess(self):\n"
+        "    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:\n"
+        "        return str(pool.submit(look).result())\n"
+    )
+    target = write_task(tmp_path, source, helpers="def look():\n    return 3\n")
+    with EnvClient.local_sync(target) as client, client.open("guess") as session:
+        result = session.step({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    assert "name the task as module:Class, or fork" in result.info["error"]["message"]
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "guess", "arguments": json.dumps({})}}
