@@ -40,7 +40,13 @@ from agentrl_train.storage.atomic_io import run_folder_errors
 from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
 from agentrl_train.telemetry.progress import Counter
 from agentrl_train.training.learners import as_config_errors
-from agentrl_train.training.sft import expert_sequences, longest_episode, longest_turn, train_sft
+from agentrl_train.training.sft import (
+    ExpertEpisodes,
+    expert_sequences,
+    longest_episode,
+    longest_turn,
+    train_sft,
+)
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.training.trainer import Trainer
 from agentrl_train.types import TokenSequence
@@ -269,17 +275,18 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
     ) as served:
         chat = chat_format(config.model, model=model, tokenizer=tokenizer)
         await check_sessions(chat, served.clients, sources=served.sources)
-        sequences, success = await expert_sequences(
+        episodes = await expert_sequences(
             served.clients,
             chat,
             sources={source.task: source for source in served.sources},
             count=config.sft.traces,
             max_sessions=config.engine.max_sessions,
         )
-    shares = ", ".join(f"{task} {share:.0%}" for task, share in success.items())
+    sequences = episodes.sequences
+    shares = ", ".join(f"{task} {share:.0%}" for task, share in episodes.success.items())
     console = Console()
     console.print(f"{len(sequences)} expert episodes; success: {shares}", soft_wrap=True)
-    for warning in limit_warnings(config, sequences):
+    for warning in (*expert_warnings(episodes), *limit_warnings(config, sequences)):
         console.print(f"warning: {warning}", soft_wrap=True)
     learner = imitate(config, model=model, sequences=sequences)
     dtype = DTYPES[config.model.dtype]
@@ -287,6 +294,16 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
     with run_folder_errors(output, option="--output"):
         model.save_pretrained(output, state_dict=weights | persistent_buffers(model))
         tokenizer.save_pretrained(output)
+
+
+def expert_warnings(episodes: ExpertEpisodes) -> Iterator[str]:
+    """Yield a warning for each task whose expert failed or never succeeded."""
+    for task, failures in episodes.failures.items():
+        if failures:
+            yield f"omitted {len(failures)} expert episodes of {task} that failed, first: {failures[0]}"
+    for task, share in episodes.success.items():
+        if not share:
+            yield f"the expert of {task} never succeeded, so the policy imitates failures: correct the expert"
 
 
 def limit_warnings(config: RunConfig, sequences: Sequence[TokenSequence]) -> Iterator[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from agentrl_env.client import EnvClient
+from agentrl_env.errors import AgentRLError
 from agentrl_train.actor import episode_end
 from agentrl_train.batch import pack
 from agentrl_train.chat import ChatFormat
@@ -16,6 +18,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.learner import Learner
 from agentrl_train.types import TaskSource, TokenSequence
 
+T = TypeVar("T")
 FULL_SERVER_S = 120.0
 """Seconds to wait for a session of a server that is full."""
 
@@ -67,6 +70,16 @@ async def expert_sequence(
     return sequence, result.metrics.get("success", 0.0) >= 0.5
 
 
+class ExpertEpisodes(NamedTuple):
+    """Episodes of the experts of some tasks."""
+
+    sequences: list[TokenSequence]
+    success: dict[str, float]
+    """Success of each expert in the episodes that did not fail."""
+    failures: dict[str, list[AgentRLError]]
+    """Errors of the episodes that failed, by task."""
+
+
 async def expert_sequences(
     clients: Mapping[str, EnvClient],
     chat: ChatFormat,
@@ -74,13 +87,13 @@ async def expert_sequences(
     sources: Mapping[str, TaskSource],
     count: int,
     max_sessions: int = 64,
-) -> tuple[list[TokenSequence], dict[str, float]]:
-    """Play ``count`` episodes of every task; return all sequences and the success of the experts by task.
+) -> ExpertEpisodes:
+    """Play ``count`` episodes of every task with its expert.
 
-    If a split has fewer samples, they are repeated with other seeds.
+    If a split has fewer samples, they are repeated with other seeds. Episodes that fail are omitted.
 
     Raises:
-        AgentRLError: a session failed, or a task has no expert.
+        AgentRLError: more than half of the episodes of a task failed, as without an expert.
         ConfigError: the chat template rejects the messages of a task.
     """
     slots = asyncio.Semaphore(max_sessions)
@@ -94,13 +107,25 @@ async def expert_sequences(
                 clients[task], chat, task=task, split=source.split, index=number % size, seed=seed
             )
 
-    sequences: list[TokenSequence] = []
-    success: dict[str, float] = {}
+    episodes = ExpertEpisodes(sequences=[], success={}, failures={})
     for task in clients:
-        traces = await asyncio.gather(*(play(task, number) for number in range(count)))
-        sequences += [sequence for sequence, _ in traces]
-        success[task] = sum(ok for _, ok in traces) / count
-    return sequences, success
+        plays = (_or_failure(play(task, number)) for number in range(count))
+        played = await asyncio.gather(*plays)
+        failures = [one for one in played if isinstance(one, AgentRLError)]
+        traces = [one for one in played if not isinstance(one, AgentRLError)]
+        if len(failures) > count / 2:
+            raise failures[0]
+        episodes.sequences.extend(sequence for sequence, _ in traces)
+        episodes.success[task] = sum(ok for _, ok in traces) / len(traces)
+        episodes.failures[task] = failures
+    return episodes
+
+
+async def _or_failure(played: Awaitable[T]) -> T | AgentRLError:
+    try:
+        return await played
+    except AgentRLError as error:
+        return error
 
 
 def longest_turn(sequences: Sequence[TokenSequence]) -> int:

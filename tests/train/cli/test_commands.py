@@ -162,7 +162,7 @@ def test_evaluation_of_other_weights_or_settings_has_its_own_folder(
 
 async def test_imitation_honours_lora_and_dtype_and_shows_loss_and_time_left(tmp_path: Path) -> None:
     async with Countdown.local() as client:
-        sequences, _ = await expert_sequences(
+        sequences, *_ = await expert_sequences(
             {"countdown": client}, CHAT, sources=SOURCES, count=4, max_sessions=4
         )
     table = configured(tmp_path).model_dump() | {"sft": {"steps": 3, "batch_size": 2}}

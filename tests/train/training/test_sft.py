@@ -1,10 +1,13 @@
+import re
+
 import numpy as np
 import pytest
 
 from agentrl_env.errors import AgentRLError
 from agentrl_train.chat import ChatFormat
+from agentrl_train.cli.commands import expert_warnings
 from agentrl_train.errors import ConfigError
-from agentrl_train.training.sft import expert_sequences, longest_turn
+from agentrl_train.training.sft import ExpertEpisodes, expert_sequences, longest_turn
 from agentrl_train.types import TaskSource, TokenSequence
 from tests.tiny_models import make_tokenizer
 from tests.train.fakes import Countdown
@@ -15,9 +18,10 @@ SOURCES = {"countdown": TaskSource(task="countdown", split="train")}
 
 async def test_expert_episode_becomes_tokens() -> None:
     async with Countdown.local(max_sessions=2) as client:
-        sequences, success = await expert_sequences(
+        sequences, success, failures = await expert_sequences(
             {"countdown": client}, CHAT, sources=SOURCES, count=7, max_sessions=2
         )
+    assert failures == {"countdown": []}
     assert success == {"countdown": 1.0}
     assert len(sequences) == 7
     said = sequences[0].token_ids[sequences[0].loss_mask > 0]
@@ -25,11 +29,29 @@ async def test_expert_episode_becomes_tokens() -> None:
     assert CHAT.tokenizer.decode(said) == call * 3
 
 
-async def test_failed_session_raises() -> None:
-    Countdown.broken_steps = 1
+@pytest.mark.parametrize(("broken", "count"), [(1, 1), (2, 3)])
+async def test_expert_that_mostly_fails_raises(broken: int, count: int) -> None:
+    Countdown.broken_steps = broken
     async with Countdown.local() as client:
         with pytest.raises(AgentRLError, match="failed_environment"):
-            await expert_sequences({"countdown": client}, CHAT, sources=SOURCES, count=1)
+            await expert_sequences({"countdown": client}, CHAT, sources=SOURCES, count=count)
+
+
+async def test_failed_episodes_of_an_expert_are_omitted() -> None:
+    Countdown.broken_steps = 2
+    async with Countdown.local() as client:
+        episodes = await expert_sequences({"countdown": client}, CHAT, sources=SOURCES, count=5)
+    assert len(episodes.sequences) == 3
+    assert episodes.success == {"countdown": 1.0}
+    (warning,) = expert_warnings(episodes)
+    assert re.match("omitted 2 expert episodes of countdown that failed, first: .*failed_env", warning)
+
+
+def test_expert_that_never_succeeds_is_reported() -> None:
+    episodes = ExpertEpisodes(sequences=[], success={"a": 0.0, "b": 0.1}, failures={"a": [], "b": []})
+    assert list(expert_warnings(episodes)) == [
+        "the expert of a never succeeded, so the policy imitates failures: correct the expert"
+    ]
 
 
 async def test_small_split_is_repeated_with_other_seeds() -> None:
@@ -48,7 +70,7 @@ async def test_small_split_is_repeated_with_other_seeds() -> None:
 
     sources = {"countdown": TaskSource(task="countdown", split="train", num_samples=2)}
     async with Seeded.local() as client:
-        sequences, _ = await expert_sequences({"countdown": client}, CHAT, sources=sources, count=6)
+        sequences, *_ = await expert_sequences({"countdown": client}, CHAT, sources=sources, count=6)
     assert [sequence.group_id for sequence in sequences] == [0, 1, 0, 1, 0, 1]
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == 6
 
