@@ -45,10 +45,10 @@ def restored() -> Any:
 @pytest.mark.parametrize(("others", "expected"), [(0, 4), (1, 2)])
 async def test_engine_shares_threads_with_others_that_compute(others: int, expected: int) -> None:
     threads, model = Threads(4), make_model()
-    counted = Counted(model.base_model)
     engine = TorchEngine(
         {"current": model}, stop_token_ids=[], max_sequences=2, max_context=64, threads=threads
     )
+    counted = Counted(model.base_model)
     try:
         with threads.working() if others else nullcontext():
             await engine.generate([5, 6, 7], sampling=SamplingParams(max_new_tokens=4), session_key="a")
