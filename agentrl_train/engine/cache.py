@@ -33,11 +33,6 @@ from agentrl_train.models.architecture import (
     read_logits,
 )
 
-try:
-    from torch.nn.attention import varlen as varlen
-except ImportError:  # PyTorch before 2.10
-    varlen = None  # type: ignore[assignment]
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -171,9 +166,11 @@ class Pages:
             window: number of tokens that a token sees, itself included.
             scaling: factor of the scores.
         """
+        from torch.nn.attention.varlen import varlen_attn  # new in PyTorch 2.12
+
         keys, values = (one.transpose(1, 2).unflatten(1, (-1, PAGE)).flatten(0, 1) for one in (key, value))
         until = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return varlen.varlen_attn(  # type: ignore[return-value]  # without return_aux
+        return varlen_attn(  # type: ignore[return-value]  # without return_aux
             query,
             keys,
             values,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from agentrl_train.engine.cache import MOST, Pages, SlotCache, cached_logprobs, slot_attention, varlen
+from agentrl_train.engine.cache import MOST, Pages, SlotCache, cached_logprobs, slot_attention
 from agentrl_train.errors import ran_out_of_memory
 from agentrl_train.models.architecture import CHUNKED, attend, hiding, layer_types, probes, read_logits
 
@@ -423,7 +423,7 @@ def _alike(found: Tensor, plain: Tensor) -> bool:
 
 def can_be_paged(model: PreTrainedModel) -> bool:
     """Return True if a GPU can compute the attention of a model by pages."""
-    return varlen is not None and CHUNKED not in layer_types(model.config) and agrees(model)
+    return CHUNKED not in layer_types(model.config) and agrees(model)
 
 
 @torch.inference_mode()
