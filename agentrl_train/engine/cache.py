@@ -143,6 +143,8 @@ class Pages:
     """First token of each sequence in the pass, and their total number, [sequences + 1]."""
     lengths: Tensor
     """Cached tokens that the last token of each sequence sees, [sequences]."""
+    ends: Tensor
+    """Their cumulative sums, from 0, [sequences + 1]."""
     table: Tensor
     """Pages of each sequence, [sequences, pages of a slot]."""
     widest: int
@@ -152,7 +154,9 @@ class Pages:
     def of(cls, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int, pages: int) -> Pages:
         """Return the pages of some slots, each of which has ``pages`` adjacent ones."""
         table = slots[:, None] * pages + torch.arange(pages, device=slots.device)
-        return cls(begins=begins.int(), lengths=lengths.int(), table=table.int(), widest=widest)
+        lengths = lengths.int()
+        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(begins=begins.int(), lengths=lengths, ends=ends, table=table.int(), widest=widest)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: float, scaling: float | None
@@ -169,13 +173,12 @@ class Pages:
         from torch.nn.attention.varlen import varlen_attn  # new in PyTorch 2.12
 
         keys, values = (one.transpose(1, 2).unflatten(1, (-1, PAGE)).flatten(0, 1) for one in (key, value))
-        until = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return varlen_attn(  # type: ignore[return-value]  # without return_aux
             query,
             keys,
             values,
             self.begins,
-            until,
+            self.ends,
             self.widest,
             self.table.shape[1] * PAGE,
             scale=scaling,
