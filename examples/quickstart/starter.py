@@ -178,12 +178,12 @@ async def make(arguments: argparse.Namespace) -> None:
     few = arguments.traces // 10
     print("the default options take about five minutes", flush=True)
     print(f"playing {few} episodes of each expert for the tokenizer", flush=True)
-    heard, success = await expert_sequences(clients, letters, sources=sources, count=few)
+    heard, success, _ = await expert_sequences(clients, letters, sources=sources, count=few)
     print("experts' success", {task: round(share, 2) for task, share in success.items()}, flush=True)
     texts = [letters.tokenizer.decode(sequence.token_ids) for sequence in heard]
     chat = ChatFormat(tokenizer := new_tokenizer(texts, vocab_size=1024))
     print(f"playing {arguments.traces} episodes of each expert for the model", flush=True)
-    sequences, _ = await expert_sequences(clients, chat, sources=sources, count=arguments.traces)
+    sequences, *_ = await expert_sequences(clients, chat, sources=sources, count=arguments.traces)
     model = new_model(tokenizer, width=arguments.width, seed=arguments.seed, induction=arguments.induction)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(tokenizer)} tokens, {len(sequences)} episodes", flush=True)
