@@ -150,14 +150,6 @@ class Pages:
     widest: int
     """Largest number of tokens that a sequence has in the pass."""
 
-    @classmethod
-    def of(cls, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int, pages: int) -> Pages:
-        """Return the pages of some slots, each of which has ``pages`` adjacent ones."""
-        table = slots[:, None] * pages + torch.arange(pages, device=slots.device)
-        lengths = lengths.int()
-        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return cls(begins=begins.int(), lengths=lengths, ends=ends, table=table.int(), widest=widest)
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: float, scaling: float | None
     ) -> Tensor:
@@ -268,8 +260,12 @@ class SlotCache(Cache):
             yield self._arguments(tokens)
 
     def pages_of(self, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int) -> Pages:
-        """Return the pages of the sequences of a pass, which are in these slots."""
-        return Pages.of(slots, begins=begins, lengths=lengths, widest=widest, pages=self._columns // PAGE)
+        """Return the pages of the sequences of a pass. Those of a slot are adjacent."""
+        count = self._columns // PAGE
+        table = slots[:, None] * count + torch.arange(count, device=slots.device)
+        lengths = lengths.int()
+        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return Pages(begins=begins.int(), lengths=lengths, ends=ends, table=table.int(), widest=widest)
 
     @property
     def columns(self) -> int:

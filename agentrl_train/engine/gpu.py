@@ -1,8 +1,8 @@
 """Passes of a GPU: a trial of attention by pages, and decode passes as CUDA graphs of compiled layers.
 
 A pass of a small model has a thousand kernels, each shorter than its launch from Python. Compiled layers have
-a third of them, and a graph launches all of them at once. It has fixed shapes and addresses, so its rows are
-the first slots of the cache, in order, with the same number of tokens each. Slots and tokens that do not take
+fewer, and a graph launches all of them at once. A graph has fixed shapes and addresses. Its rows are the
+first slots of the cache, in order, with the same number of tokens each. Slots and tokens that do not take
 part are padding, with the position ``max_context``.
 """
 
@@ -189,7 +189,7 @@ class DecodeGraphs:
         model: the model, whose attention is ``slot_attention``.
         cache: the cache of its sequences.
         sample: samples the tokens, as a part of the graphs.
-        compiled: compile the layers; by default those of a model with ``SMALLEST_COMPILED`` parameters.
+        compiled: compile the layers; by default if the model has ``SMALLEST_COMPILED`` parameters or more.
     """
 
     def __init__(

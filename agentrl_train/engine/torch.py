@@ -503,7 +503,7 @@ def _require_supported(model: PreTrainedModel, max_context: int) -> None:
 
 @torch.inference_mode()
 def _require_known_attention(model: PreTrainedModel) -> None:
-    """Check with a few tokens that log-probabilities are those of the model with its own attention."""
+    """Raise ``EngineError`` if a model with its own attention has other log-probabilities."""
     sequences, used = probes(model), model.config._attn_implementation
     try:
         check_logprobs(model, zip(sequences, cached_logprobs(model, sequences), strict=True))

@@ -24,7 +24,7 @@ LARGE_LOGIT = 100.0
 
 @torch.no_grad()
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` if the log-probabilities of a packed row are not those of the model."""
+    """Raise ``ValueError`` if packing changes the log-probabilities of a model."""
     if not has_masks(model) or model.config._attn_implementation != ATTENTION:
         return
     sequences = probes(model)
