@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from statistics import median
 
 import pytest
 
@@ -39,12 +40,16 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 keep_freed_memory()
-for _ in range(6):
+for _ in range(40):
     before = faults()
     torch.ones(2**26, dtype=torch.uint8)
     print(faults() - before)
 """
-"""A script that prints the page faults of tensors, each freed before the next."""
+"""A script that prints the page faults of tensors, each freed before the next.
+
+PyTorch aligns tensors, so glibc looks for a chunk that is larger than the tensor: the one that was just freed
+is too small until it has merged with a neighbour. The first few tensors can therefore use new pages.
+"""
 RETURNS = """
 import sys, torch
 from pathlib import Path
@@ -90,7 +95,7 @@ def test_a_number_of_arenas_in_the_environment_is_kept():
 
 def test_memory_of_freed_tensors_is_reused():
     faults = [int(one) for one in subprocess.check_output([sys.executable, "-c", FAULTS]).split()]
-    assert min(faults[1:]) < faults[0] // 4  # the kernel can take pages from a waiting process
+    assert median(faults) < faults[0] // 4
 
 
 @pytest.mark.parametrize(
