@@ -121,13 +121,13 @@ class JsonSchema:
 
 
 @lru_cache(maxsize=256)
-def _compiled(text: str) -> JsonSchema:
+def _compile(text: str) -> JsonSchema:
     return JsonSchema(json.loads(text))
 
 
 def compiled_schema(schema: Mapping[str, Any]) -> JsonSchema:
     """Return ``JsonSchema(schema)`` from a cache. Raises SchemaProblem."""
-    return _compiled(json.dumps(schema))
+    return _compile(json.dumps(schema))
 
 
 class SchemaArguments:

@@ -209,7 +209,7 @@ class Arguments:
             )
         annotation = hints[parameter.name]
         if description:
-            annotation = _described(annotation, description)
+            annotation = _describe(annotation, description)
         if parameter.default is parameter.empty:
             return annotation
         default = _json_default(parameter.default)
@@ -232,7 +232,7 @@ class Arguments:
             case "missing":
                 return f"missing argument {where!r}"
             case "extra_forbidden" | "unexpected_keyword_argument":
-                known = self._known(problem["loc"][:-1])
+                known = self._known_names(problem["loc"][:-1])
                 return f"unknown argument {echo(where)}{known and f' (known: {known})'}"
             case "dataclass_type" | "dataclass_exact_type" | "model_type":
                 return f"argument {echo(where)} should be a JSON object, got {echo(problem['input'])}"
@@ -240,7 +240,7 @@ class Arguments:
                 return "arguments must be a JSON object"
         return f"argument {echo(where)}{_reason(problem)}, got {echo(problem['input'])}"
 
-    def _known(self, path: Sequence[str | int]) -> str:
+    def _known_names(self, path: Sequence[str | int]) -> str:
         """Return the names of the fields at a path of an error, or "" if a union makes them ambiguous."""
         node: Any = self.schema
         for part in (*path, None):
@@ -304,7 +304,7 @@ def _reason(problem: Any) -> str:
     return f": {problem['msg'].removeprefix('Value error, ')}"
 
 
-def _described(annotation: Any, description: str) -> Any:
+def _describe(annotation: Any, description: str) -> Any:
     # A description in the author's Field(...) takes precedence, because pydantic merges the outermost last.
     for extra in getattr(annotation, "__metadata__", ()):
         if getattr(extra, "description", None):

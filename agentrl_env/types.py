@@ -78,7 +78,7 @@ class Message(_Frozen):
 
     @field_validator("tool_calls")
     @classmethod
-    def _named(cls, calls: tuple[ToolCall, ...] | None) -> tuple[ToolCall, ...] | None:
+    def _number_calls(cls, calls: tuple[ToolCall, ...] | None) -> tuple[ToolCall, ...] | None:
         """Give calls without an id their position as the id, because some models send no ids."""
         # Runs after validation. A "before" validator makes reading each step of a batch 70 % slower.
         if calls is None or all(call.id is not None for call in calls):

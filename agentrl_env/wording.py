@@ -145,7 +145,7 @@ def _fields(template: str) -> set[str]:
 
 def _difference(given: dict[str, Any], own: dict[str, Any]) -> str:
     """Return how a tool's arguments differ from the task's, ignoring descriptions, or "" if they agree."""
-    given, own = _undescribed(given), _undescribed(own)
+    given, own = _without_descriptions(given), _without_descriptions(own)
     arguments, expected = given.get("properties", {}), own.get("properties", {})
     for name in expected:
         if name not in arguments:
@@ -159,18 +159,18 @@ def _difference(given: dict[str, Any], own: dict[str, Any]) -> str:
     return "" if given == own else f"takes {json.dumps(given)}; the tool of the task takes {json.dumps(own)}"
 
 
-def _undescribed(schema: Any) -> Any:
+def _without_descriptions(schema: Any) -> Any:
     """Return a JSON Schema without descriptions and with sorted lists of required names."""
     if isinstance(schema, list):
-        return [_undescribed(item) for item in schema]
+        return [_without_descriptions(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     plain: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            plain[key] = {name: _undescribed(part) for name, part in value.items()}
+            plain[key] = {name: _without_descriptions(part) for name, part in value.items()}
         elif key == "required" and isinstance(value, list):
             plain[key] = sorted(value, key=str)
         elif key not in _NOTES:
-            plain[key] = _undescribed(value)
+            plain[key] = _without_descriptions(value)
     return plain

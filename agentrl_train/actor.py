@@ -340,7 +340,7 @@ class _Attempt:
             opening = client.open(
                 episode.task, split=episode.split, index=episode.index, seed=episode.seed, wait=wait_s
             )
-            session = await self._answered(opening, wait_s=wait_s)
+            session = await self._call_environment(opening, wait_s=wait_s)
         try:
             self._facts["session"] = session.session_id
             _check_opening(session, episode)
@@ -419,7 +419,7 @@ class _Attempt:
     ) -> EpisodeEnd | Sequence[Message]:
         """Step the environment and record the turn; return the reply, or how the episode ended."""
         with self._trace.span(self._track, "environment"):
-            result = _valid(await self._answered(session.step(message)))
+            result = _valid(await self._call_environment(session.step(message)))
         invalid_calls = int(result.metrics.get("invalid_calls", 0))
         reply: Sequence[Message] = result.messages
         if invalid_calls or any(not call.function.name for call in message.tool_calls or ()):
@@ -438,7 +438,7 @@ class _Attempt:
         """Like ``_answer``, but run each sub-agent call in its own segment."""
         assert self._sub_agent is not None
         index = len(self._turns)
-        calls = sub_agent.divided(message, sub_agent=self._sub_agent, tools=tools)
+        calls = sub_agent.divide_calls(message, sub_agent=self._sub_agent, tools=tools)
         if calls.sent is None:
             self._turns.append(turn(reply=(), reward=0.0))
         elif isinstance(end := await self._answer(session, calls.sent, turn, tools), EpisodeEnd):
@@ -463,7 +463,7 @@ class _Attempt:
         recorded = self._turns[index]
         self._turns[index] = replace(
             recorded,
-            reply=sub_agent.merged(message, recorded.reply, answers),
+            reply=sub_agent.merge_answers(message, recorded.reply, answers),
             invalid_calls=recorded.invalid_calls + len(calls.errors),
             times=(*recorded.times[:2], self._elapsed()),
         )
@@ -484,7 +484,7 @@ class _Attempt:
         limit = turn_limit(self._rollout, self._episode.task, version=self._episode.version)
         return EpisodeEnd.TRUNCATED_TURNS if limit is not None and len(self._turns) >= limit else None
 
-    async def _answered(self, call: Awaitable[_Answer], *, wait_s: float = 0.0) -> _Answer:
+    async def _call_environment(self, call: Awaitable[_Answer], *, wait_s: float = 0.0) -> _Answer:
         """Await a call of the environment; raises CallTimeout if it is not answered in time."""
         limit_s = wait_s + self._rollout.environment_timeout_s
         try:

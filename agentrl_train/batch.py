@@ -91,7 +91,7 @@ def sequence(
             f"a trajectory of group {group.group_id} starts with a sampled token; give it a prompt."
         )
     loss_mask = np.asarray(mask, np.float32)
-    allowed, allowed_sets = _allowed([trajectory.turns[number] for number in chosen])
+    allowed, allowed_sets = _allowed_sets([trajectory.turns[number] for number in chosen])
     by_turn = np.broadcast_to(np.asarray(advantage, np.float32), len(trajectory.turns))[chosen]
     return TokenSequence(
         token_ids=np.asarray(ids, np.int64),
@@ -107,7 +107,7 @@ def sequence(
     )
 
 
-def _allowed(turns: Sequence[Turn]) -> tuple[IntArray | None, NDArray[np.uint8] | None]:
+def _allowed_sets(turns: Sequence[Turn]) -> tuple[IntArray | None, NDArray[np.uint8] | None]:
     """Return the number of each token's allowed set and the sets, or None if no token is constrained."""
     held = [turn.completion.allowed for turn in turns]
     sets = list(dict.fromkeys(one for allowed in held if allowed for one in allowed.sets))
@@ -121,10 +121,10 @@ def _allowed(turns: Sequence[Turn]) -> tuple[IntArray | None, NDArray[np.uint8] 
         places += [0] * len(turn.prompt_ids)
         places += [own[place] for place in inside]
     packed = np.frombuffer(b"".join(sets), np.uint8).reshape(len(sets), -1)
-    return np.asarray(places, np.int64), np.concatenate([_everything(packed.shape[1]), packed])
+    return np.asarray(places, np.int64), np.concatenate([_all_tokens(packed.shape[1]), packed])
 
 
-def _everything(size: int) -> NDArray[np.uint8]:
+def _all_tokens(size: int) -> NDArray[np.uint8]:
     """Return the set of all tokens, in ``size`` bytes."""
     return np.full((1, size), 255, np.uint8)
 
@@ -133,8 +133,8 @@ def joined_sets(sequences: Sequence[TokenSequence]) -> tuple[list[IntArray], NDA
     """Return the distinct sets of several rows, and the number of the set of each token of each row."""
     held = [one.allowed_sets for one in sequences if one.allowed_sets is not None]
     if not held:
-        return [np.zeros(len(one), np.int64) for one in sequences], _everything(0)
-    rows = np.concatenate([_everything(held[0].shape[1]), *(one[1:] for one in held)])
+        return [np.zeros(len(one), np.int64) for one in sequences], _all_tokens(0)
+    rows = np.concatenate([_all_tokens(held[0].shape[1]), *(one[1:] for one in held)])
     sets, numbers = np.unique(rows, axis=0, return_inverse=True)
     # The set of all tokens sorts last.
     sets, numbers = sets[::-1], len(sets) - 1 - numbers.reshape(-1)
@@ -230,7 +230,7 @@ def pack(
             live = [i for i, one in enumerate(chosen) if one.advantages.any()]
             chosen, weights = [chosen[i] for i in live], [weights[i] for i in live]
         if chosen:
-            parts = _shared(chosen, max_tokens) if shared else _packed(chosen, max_tokens, row_tokens, packed)
+            parts = _share(chosen, max_tokens) if shared else _pack(chosen, max_tokens, row_tokens, packed)
             batches.append(_batch(chosen, weights, parts, version))
     return batches
 
@@ -362,7 +362,7 @@ def _batch(
     )
 
 
-def _shared(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[Row]]:
+def _share(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[Row]]:
     """Return the rows of micro-batches in which sequences that begin alike are together."""
     found: list[list[Row]] = []
     for part in families([one.token_ids for one in sequences], max_tokens):
@@ -371,7 +371,7 @@ def _shared(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[Ro
     return found
 
 
-def _packed(
+def _pack(
     sequences: Sequence[TokenSequence], max_tokens: int, row_tokens: int, packed: bool
 ) -> list[list[Row]]:
     """Return the rows of micro-batches of similar length and at most ``max_tokens`` slots.

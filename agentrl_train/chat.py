@@ -124,7 +124,7 @@ class ChatFormat:
         self._system_prompt = system_prompt
         self._special, self._control = _control_tokens(tokenizer)
         self._encoded = lru_cache(_KEPT)(self._encode_text)
-        self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(_shown(json.loads(tool))))
+        self._shown_tool = lru_cache(_KEPT)(lambda tool: self._as_text(_order(json.loads(tool))))
         self._form = _CALL_FORMS[0]
         self._tools_in_replies = True
         """Whether replies depend on the tools. If they do not, omitting the tools saves half of the time."""
@@ -202,7 +202,7 @@ class ChatFormat:
 
     def completion(self, message: Message, *, prompt: Sequence[int] = ()) -> list[int]:
         """Return the tokens a model would sample after a prompt to produce ``message``."""
-        text = self._written(message, in_thought=self.in_thought(prompt)).replace(_BREAK, "\ufffd")
+        text = self._write(message, in_thought=self.in_thought(prompt)).replace(_BREAK, "\ufffd")
         end = self._call_end if message.tool_calls else self._text_end
         return self._encode_after(prompt, text.removesuffix(end) + end)
 
@@ -238,7 +238,7 @@ class ChatFormat:
         return self._reply(messages, after=after, tools=tools).replace(_BREAK, "")
 
     def _reply(self, messages: Sequence[Message], *, after: Message, tools: Sequence[ToolSpec]) -> str:
-        before, replies, problem = self._with_system([_HELLO], ()), self._prepared(messages), None
+        before, replies, problem = self._with_system([_HELLO], ()), self._prepare(messages), None
         for assistant in self._stand_ins(after):
             try:
                 text = self._template([*before, assistant, *replies], tools if self._tools_in_replies else ())
@@ -263,7 +263,7 @@ class ChatFormat:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generation_prompt: bool = True
     ) -> str:
-        prepared = self._with_system(self._prepared(messages, opening=True), tools)
+        prepared = self._with_system(self._prepare(messages, opening=True), tools)
         return self._template(prepared, tools, generation_prompt=generation_prompt)
 
     def _template(
@@ -287,7 +287,7 @@ class ChatFormat:
 
     # Messages as templates take them
 
-    def _prepared(self, messages: Sequence[Message], *, opening: bool = False) -> list[dict[str, Any]]:
+    def _prepare(self, messages: Sequence[Message], *, opening: bool = False) -> list[dict[str, Any]]:
         """Return messages as the template accepts them. Unsupported roles become the next best role."""
         prepared: list[dict[str, Any]] = []
         for message in messages:
@@ -304,17 +304,17 @@ class ChatFormat:
             if self._in_prompt and message.role == "tool":
                 data = {"role": "user", "content": self._in_prompt.result.format(data["content"] or "")}
             if self._in_prompt and message.tool_calls:
-                data = {"role": "assistant", "content": self._written(message)}
+                data = {"role": "assistant", "content": self._write(message)}
             prepared.append(data)
         if self._in_prompt or self._alternating:
-            return _joined(prepared)
+            return _join_user_messages(prepared)
         return prepared
 
     def _with_system(self, messages: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
         """Return the opening with the texts of the settings in front."""
         texts: list[str] = [self._as_text(self._system_prompt)] if self._system_prompt else []
         if self._in_prompt and tools:
-            shown = (json.dumps(_shown(tool.model_dump())["function"], ensure_ascii=False) for tool in tools)
+            shown = (json.dumps(_order(tool.model_dump())["function"], ensure_ascii=False) for tool in tools)
             texts.append(self._in_prompt.instructions.format(tools=self._as_text("\n".join(shown))))
         if not texts:
             return messages
@@ -342,11 +342,11 @@ class ChatFormat:
         # A template that accepts only one call in a turn still shows all results.
         for some in dict.fromkeys((len(calls), min(1, len(calls)))):
             if some:
-                yield _calling(calls[-some:], self._form)
+                yield _message_with_calls(calls[-some:], self._form)
         # If a template writes no calls, turns with calls end in the same way as text.
         yield _TEXT_TURN
 
-    def _written(self, message: Message, *, in_thought: bool = False) -> str:
+    def _write(self, message: Message, *, in_thought: bool = False) -> str:
         """Return the text of an assistant message in the model's own syntax."""
         calls = tuple(ParsedCall(c.function.name, c.function.arguments) for c in message.tool_calls or ())
         return self.parser.render(ParsedTurn(plain_text(message.content), None, calls), in_thought=in_thought)
@@ -458,7 +458,7 @@ class ChatFormat:
         call = ToolCall.of("probe", call_id=_CALL_ID).model_dump()
         taken = []
         for self._form in _CALL_FORMS:
-            turn = _calling([call], self._form)
+            turn = _message_with_calls([call], self._form)
             last, middle = (self._after_mark(turn, *more) for more in ((), (_DONE.wire(),)))
             if last is None or middle is None:
                 continue
@@ -520,7 +520,7 @@ class ChatFormat:
         return parser_named(name, template)
 
 
-def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+def _order(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool with the keywords of its schema in the usual order."""
     function = tool["function"]
     return tool | {"function": function | {"parameters": ordered(function["parameters"])}}
@@ -541,7 +541,7 @@ def _template_variables(tokenizer: PreTrainedTokenizerBase, settings: Mapping[st
     return dict(settings)
 
 
-def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]:
+def _message_with_calls(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]:
     """Return an assistant message with these calls, and the mark in the arguments of the last."""
     marked: list[dict[str, str]] = [{} for _ in calls]
     marked[-1]["mark"] = _MARK
@@ -556,7 +556,7 @@ def _calling(calls: Sequence[dict[str, Any]], form: _CallForm) -> dict[str, Any]
     }
 
 
-def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_user_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join consecutive messages of the user, because some templates require alternating roles."""
     joined: list[dict[str, Any]] = []
     for message in messages:

@@ -68,7 +68,7 @@ def behaviour(tokens: Tokens) -> Tensor:
 
 def old(tokens: Tokens) -> Tensor:
     """Anchor at the policy before the update, recomputed: decoupled PPO (arXiv 2110.00641)."""
-    return _given(tokens.old, "anchor 'old' needs log-probabilities recomputed before the update")
+    return _require(tokens.old, "anchor 'old' needs log-probabilities recomputed before the update")
 
 
 def interpolated(tokens: Tokens) -> Tensor:
@@ -77,7 +77,7 @@ def interpolated(tokens: Tokens) -> Tensor:
     ``log prox = a log behaviour + (1 - a) log policy``, without gradient, with a = 1 / age, or 1 for an age
     of 0.
     """
-    ages = _given(tokens.ages, "anchor 'interpolated' needs the ages of the tokens")
+    ages = _require(tokens.ages, "anchor 'interpolated' needs the ages of the tokens")
     share = 1.0 / ages.clamp(min=1).to(tokens.logprobs.dtype)
     return share * tokens.behaviour + (1.0 - share) * tokens.logprobs.detach()
 
@@ -89,7 +89,7 @@ def token_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
 
 def turn_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
     """Return the geometric mean of the ratios of each turn."""
-    return _unit_mean(log_ratios, tokens, _given(tokens.turns, "ratio 'turn' needs turns")).exp()
+    return _unit_mean(log_ratios, tokens, _require(tokens.turns, "ratio 'turn' needs turns")).exp()
 
 
 def sequence_ratio(log_ratios: Tensor, tokens: Tokens) -> Tensor:
@@ -327,10 +327,10 @@ def _unit_mean(values: Tensor, tokens: Tokens, units: Tensor) -> Tensor:
 
 
 def _sequences(tokens: Tokens) -> Tensor:
-    return _given(tokens.sequences, "a ratio or weight by sequence needs the sequences of the tokens")
+    return _require(tokens.sequences, "a ratio or weight by sequence needs the sequences of the tokens")
 
 
-def _given(value: Tensor | None, reason: str) -> Tensor:
+def _require(value: Tensor | None, reason: str) -> Tensor:
     if value is None:
         raise ValueError(f"{reason}.")
     return value

@@ -47,12 +47,12 @@ def planner_tools(sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> tupl
         "additionalProperties": False,
     }
     function = FunctionSpec(name=sub_agent.name, description=sub_agent.description, parameters=parameters)
-    return (*_named(tools, sub_agent.planner_tools), ToolSpec(function=function))
+    return (*_select_tools(tools, sub_agent.planner_tools), ToolSpec(function=function))
 
 
 def worker_tools(sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
     """Return the tools of the environment that a worker sees."""
-    return _named(tools, sub_agent.worker_tools)
+    return _select_tools(tools, sub_agent.worker_tools)
 
 
 def worker_opening(sub_agent: SubAgentSection, task: str) -> tuple[Message, ...]:
@@ -91,7 +91,7 @@ def views(
     ]
 
 
-def divided(message: Message, *, sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> Division:
+def divide_calls(message: Message, *, sub_agent: SubAgentSection, tools: Sequence[ToolSpec]) -> Division:
     """Divide the calls of a message of an agent that sees ``tools``.
 
     The environment answers texts, calls that could not be parsed, and calls of its tools that the agent sees.
@@ -122,7 +122,9 @@ def report(message: Message) -> str:
     return text or NO_REPORT
 
 
-def merged(message: Message, reply: Sequence[Message], answers: Mapping[str, Message]) -> tuple[Message, ...]:
+def merge_answers(
+    message: Message, reply: Sequence[Message], answers: Mapping[str, Message]
+) -> tuple[Message, ...]:
     """Return all answers in the order of the calls of ``message``, and then the reply's other messages."""
     given: dict[str | None, list[Message]] = {}
     others: list[Message] = []
@@ -134,7 +136,7 @@ def merged(message: Message, reply: Sequence[Message], answers: Mapping[str, Mes
     return (*ordered, *(one for rest in given.values() for one in rest), *others)
 
 
-def _named(tools: Sequence[ToolSpec], names: Collection[str] | None) -> tuple[ToolSpec, ...]:
+def _select_tools(tools: Sequence[ToolSpec], names: Collection[str] | None) -> tuple[ToolSpec, ...]:
     return tuple(tool for tool in tools if names is None or tool.function.name in names)
 
 

@@ -151,12 +151,12 @@ def load(domain: str) -> type[Tau2Task]:
         "tasks": tasks,
         "ids": splits,
         "user_kinds": {},
-        **tools_of(f"tau2:{domain}", _described(world.get_tools()), Tau2Task.play),
+        **tools_of(f"tau2:{domain}", _describe(world.get_tools()), Tau2Task.play),
     }
     return type("Tau2", (Tau2Task,), fields)
 
 
-def _described(tools: Sequence[Any]) -> list[ForeignTool]:
+def _describe(tools: Sequence[Any]) -> list[ForeignTool]:
     shown = (tool.openai_schema["function"] for tool in tools)
     return [
         ForeignTool(name=each["name"], description=each["description"], schema=each["parameters"])
@@ -195,14 +195,14 @@ class Tau2Task(Environment):
         self.breakdown: dict[str, float] = {}
         begun = self.tasks[self.task_id].initial_state
         history = list((begun.message_history if begun else None) or ())
-        self.trajectory: list[Any] = history or [self._spoken("assistant", GREETING)]
+        self.trajectory: list[Any] = history or [self._tau2_message("assistant", GREETING)]
         await asyncio.to_thread(self._begin)
         self.dialogue.lines += [_line(message) for message in self.trajectory if _is_text(message)]
-        opening = [Message(role="system", content=self._policy()), *map(_shown, self.trajectory)]
+        opening = [Message(role="system", content=self._policy()), *map(_to_message, self.trajectory)]
         if self.trajectory[-1].role == "assistant":
             said = await self.dialogue.user.speak(tuple(self.dialogue.lines))
             self.dialogue.lines.append(said)
-            self.trajectory.append(self._spoken("user", said.text))
+            self.trajectory.append(self._tau2_message("user", said.text))
             opening.append(Message(role="user", content=said.text))
         return opening
 
@@ -219,7 +219,7 @@ class Tau2Task(Environment):
         heard = len(self.trajectory)
         reply = await self.dialogue.answer(text)
         for line in self.dialogue.lines[before:]:
-            message = self._spoken(line.speaker, line.text)
+            message = self._tau2_message(line.speaker, line.text)
             if line.speaker == "assistant":  # insert before the tool calls that precede the user's answer
                 self.trajectory.insert(heard, message)
             else:
@@ -314,7 +314,7 @@ class Tau2Task(Environment):
             rules=rules.replace("<PERSONA_GUIDELINES>", ""),
         )
 
-    def _spoken(self, who: str, text: str) -> Any:
+    def _tau2_message(self, who: str, text: str) -> Any:
         types = self.tau2.messages
         author = types.AssistantMessage if who == "assistant" else types.UserMessage
         return author(role=who, content=text)
@@ -333,7 +333,7 @@ class _UserTools:
 def _user_tools(task: Tau2Task, tools: Sequence[Any]) -> _UserTools:
     names = tuple(tool.name for tool in tools)
     if names not in task.user_kinds:
-        fields = tools_of(f"tau2:{task.domain}", _described(tools), _UserTools.play)
+        fields = tools_of(f"tau2:{task.domain}", _describe(tools), _UserTools.play)
         task.user_kinds[names] = type("UserTools", (_UserTools,), fields)
     return task.user_kinds[names](task)
 
@@ -346,7 +346,7 @@ def _line(message: Any) -> Utterance:
     return Utterance(speaker=message.role, text=message.content)
 
 
-def _shown(message: Any) -> Message:
+def _to_message(message: Any) -> Message:
     """Return a tau2 message as the policy sees it."""
     if message.role == "tool":
         return Message(role="tool", tool_call_id=message.id, content=message.content)

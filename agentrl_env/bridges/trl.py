@@ -166,7 +166,7 @@ class TrlEpisode:
 def _method(tool: ToolSpec) -> Callable[..., Any]:
     """Return a method with a named, annotated parameter for each argument of a tool."""
     root, name = tool.function.parameters, tool.function.name
-    schema = _followed(root, root, frozenset())[0]
+    schema = _follow(root, root, frozenset())[0]
     arguments: Mapping[str, Any] = schema.get("properties", {})
     if name in RESERVED or name.startswith("_") or not all(map(_is_python_name, arguments)):
         raise DefinitionError(
@@ -204,23 +204,23 @@ def _description(key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -
 
 def _objects(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the objects with properties in an argument's schema, including objects in lists and unions."""
-    schema, within = _followed(schema, root, within)
+    schema, within = _follow(schema, root, within)
     if "properties" in schema:
-        yield {key: _resolved(value, root, within) for key, value in schema.items() if key != "description"}
+        yield {key: _resolve(value, root, within) for key, value in schema.items() if key != "description"}
         return
     for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), schema.get("items")):
         if isinstance(part, Mapping):
             yield from _objects(part, root, within)
 
 
-def _resolved(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Any:
+def _resolve(schema: Any, root: Mapping[str, Any], within: frozenset[str]) -> Any:
     """Return part of a schema with its references replaced, except recursive references."""
     if isinstance(schema, list):
-        return [_resolved(part, root, within) for part in schema]
+        return [_resolve(part, root, within) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    schema, within = _followed(schema, root, within)
-    return {key: _resolved(value, root, within) for key, value in schema.items()}
+    schema, within = _follow(schema, root, within)
+    return {key: _resolve(value, root, within) for key, value in schema.items()}
 
 
 def _is_python_name(name: str) -> bool:
@@ -235,7 +235,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
         root: the schema in which references are resolved.
         within: references that enclose the part. A repeated reference becomes ``Any``.
     """
-    schema, within = _followed(schema, root, within)
+    schema, within = _follow(schema, root, within)
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if choices:
         return Literal[tuple(choices)]
@@ -250,7 +250,7 @@ def python_type(schema: Any, root: Mapping[str, Any], within: frozenset[str] = f
     return _TYPES.get(str(kind), Any)
 
 
-def _followed(
+def _follow(
     schema: Any, root: Mapping[str, Any], within: frozenset[str]
 ) -> tuple[Mapping[str, Any], frozenset[str]]:
     """Return a schema with its top-level reference replaced, and ``within`` extended by this reference."""

@@ -135,7 +135,7 @@ def check(context: typer.Context, settings: CheckSettings) -> None:
 
     found: list[Any] = []
     errors: list[dict[str, str]] = []
-    measured = _measured(resume)
+    measured = _read_figures(resume)
     if resume is not None:
         _check_writable(resume)
     with redirect_stdout(sys.stderr):  # the output of the tasks, because the report is printed to stdout
@@ -176,7 +176,7 @@ def _with_load(tasks: list[TaskQuality], measure: Callable[[], Load]) -> list[Ta
     return [task.model_copy(update={"load": load}) for task in tasks]
 
 
-def _measured(file: Path | None) -> dict[str, list[TaskQuality]]:
+def _read_figures(file: Path | None) -> dict[str, list[TaskQuality]]:
     """Return the figures in a file of ``--resume``, by target. Raises AgentRLError."""
     from agentrl_env.testing.quality import TaskQuality
 

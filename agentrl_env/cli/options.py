@@ -213,7 +213,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
             raise AgentRLError(f"{file}: unknown option {key!r}; did you mean {nearest[0]!r}?")
         if name in defaults:
             raise AgentRLError(f"{file}: {key} is given twice")
-        defaults[name] = _converted(context, parameters[name], value, f"{file}: {key}")
+        defaults[name] = _convert(context, parameters[name], value, f"{file}: {key}")
     for name in ("token_file", "tls_cert", "tls_key"):
         if name in defaults:
             defaults[name] = file.parent / defaults[name]
@@ -307,7 +307,7 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def _converted(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:
+def _convert(context: typer.Context, parameter: Any, value: Any, where: str) -> Any:
     """Convert a value of the file to the parameter's type. Raises AgentRLError if it is invalid."""
     if (getattr(parameter, "multiple", False) or parameter.nargs == -1) and not isinstance(value, list):
         value = [value]

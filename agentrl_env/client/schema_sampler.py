@@ -205,13 +205,13 @@ class _Sampler:
 
     def _string(self, schema: Mapping[str, Any], depth: int) -> str:
         if schema.get("pattern") and (pattern := python_pattern(schema["pattern"])):
-            return self._matching(pattern, schema)
+            return self._word_matching(pattern, schema)
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         text = " ".join(self._pick(self._words) for _ in range(1 if self._chance(0.7) else 3))
         return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
-    def _matching(self, pattern: str, schema: Mapping[str, Any]) -> str:
+    def _word_matching(self, pattern: str, schema: Mapping[str, Any]) -> str:
         """Return a known word that matches a pattern, or a random string."""
         low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
 

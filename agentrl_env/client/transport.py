@@ -350,7 +350,7 @@ class ServerTransport:
 
     async def send(self, call: Call, body: bytes, session_id: str | None, *, timeout: float) -> Response:
         """Make a call. See ``Transport``."""
-        if self._http.offers_socket and await self._connected(timeout):
+        if self._http.offers_socket and await self._wait_for_socket(timeout):
             return await self._socket.send(call, body, session_id, timeout=timeout)
         return await self._http.send(call, body, session_id, timeout=timeout)
 
@@ -359,7 +359,7 @@ class ServerTransport:
         await self._socket.aclose()
         await self._http.aclose()
 
-    async def _connected(self, timeout: float) -> bool:
+    async def _wait_for_socket(self, timeout: float) -> bool:
         if self._socket.connected:
             return True
         if self._clock() < self._not_before:

@@ -313,7 +313,7 @@ def _failure(url: str, status: int, text: str) -> ModelFailed:
     return (ContextFull if any(words in text.lower() for words in _CONTEXT) else ModelFailed)(problem)
 
 
-def _moved(url: str, response: httpx.Response) -> ModelRefused:
+def _redirect_error(url: str, response: httpx.Response) -> ModelRefused:
     location = response.headers["location"]
     try:
         target = response.url.join(location)
@@ -328,7 +328,7 @@ def _moved(url: str, response: httpx.Response) -> ModelRefused:
 
 def _completion(url: str, response: httpx.Response, *, seconds: float, repeats: int) -> Completion:
     if response.has_redirect_location:
-        raise _moved(url, response)
+        raise _redirect_error(url, response)
     if not response.is_success:
         raise _failure(url, response.status_code, response.text)
     try:

@@ -47,7 +47,7 @@ def report_html(run: EvaluationRun, summary: Summary, *, transcripts: int = TRAN
     sections = (
         f'<h1>{escape(title)}</h1><p class="dim">{escape(_facts(run, summary))}</p>',
         f'<div class="tiles">{"".join(_tiles(summary))}</div>',
-        _repeated(summary),
+        _several_attempts(summary),
         _table("Turns", ("", "p50", "p90", "p99", "max"), _latencies(summary)),
         _counts("Ends of episodes", summary.ends),
         _table(
@@ -114,7 +114,7 @@ def _tile(name: str, value: str, note: str) -> str:
     return f'<div class="card tile">{parts}</div>'
 
 
-def _repeated(summary: Summary) -> str:
+def _several_attempts(summary: Summary) -> str:
     if summary.attempts == 1:
         return ""
     rows = [(str(k), f"{v:.1%}", f"{summary.pass_hat[k]:.1%}") for k, v in summary.pass_at.items()]

@@ -246,7 +246,7 @@ class _Play:
                 try:
                     result = await session.step(completion.message)
                 except (BodyTooLarge, InvalidRequest) as error:  # an error of the model: too many calls
-                    self._turns.append(_rejected(completion, error))
+                    self._turns.append(_rejected_turn(completion, error))
                     return "rejected_message"
                 self._turns.append(_turn(completion, result, time.perf_counter() - begin))
                 messages += [completion.message, *result.messages]
@@ -295,7 +295,7 @@ async def _answer(answer: object) -> Completion:
 
 
 def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRecord:
-    return _recorded(
+    return _turn_record(
         completion,
         invalid_calls=int(result.metrics.get("invalid_calls", 0)),
         environment_s=seconds,
@@ -305,12 +305,12 @@ def _turn(completion: Completion, result: StepResult, seconds: float) -> TurnRec
     )
 
 
-def _rejected(completion: Completion, error: WireError) -> TurnRecord:
+def _rejected_turn(completion: Completion, error: WireError) -> TurnRecord:
     calls = len(completion.message.tool_calls or ())
-    return _recorded(completion, invalid_calls=calls, info={"rejected": error.message})
+    return _turn_record(completion, invalid_calls=calls, info={"rejected": error.message})
 
 
-def _recorded(completion: Completion, **of_environment: Any) -> TurnRecord:
+def _turn_record(completion: Completion, **of_environment: Any) -> TurnRecord:
     return TurnRecord(
         action=completion.message,
         thought=completion.thought,

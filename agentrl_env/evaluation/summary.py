@@ -205,8 +205,8 @@ def compare(first: EvaluationRun, second: EvaluationRun) -> Comparison:
         left_out=len({*one.indices, *two.indices}) - len(both),
         first=fmean(before for before, _ in wins),
         second=fmean(after for _, after in wins),
-        difference=_bootstrapped(changes),
-        reward_difference=_bootstrapped(rewards),
+        difference=_bootstrap(changes),
+        reward_difference=_bootstrap(rewards),
         better=sum(change > 0 for change in changes),
         worse=sum(change < 0 for change in changes),
         p_value=sign_test(changes),
@@ -261,10 +261,10 @@ def _share(wins: Sequence[Sequence[bool]]) -> Estimate | None:
 def _mean_of_groups(
     groups: Sequence[Sequence[EpisodeRecord]], value: Callable[[EpisodeRecord], float]
 ) -> Estimate | None:
-    return _bootstrapped([fmean(map(value, group)) for group in groups]) if groups else None
+    return _bootstrap([fmean(map(value, group)) for group in groups]) if groups else None
 
 
-def _bootstrapped(values: Sequence[float]) -> Estimate:
+def _bootstrap(values: Sequence[float]) -> Estimate:
     low, high = bootstrap_interval(values)
     return Estimate(value=fmean(values), low=low, high=high)
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from agentrl_env.errors import AgentRLError
 from agentrl_env.launch.process import ServerHandle
-from agentrl_env.server.telemetry.logs import escaped
+from agentrl_env.server.telemetry.logs import escape
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class Supervisor:
     def report(self, line: str) -> None:
         """Report an event on one line. Errors in writing it are ignored."""
         with contextlib.suppress(OSError, ValueError):
-            self._write(escaped(line))
+            self._write(escape(line))
 
     def _servers(self) -> list[ServerHandle]:
         """Return all running servers, including the replaced ones that are finishing their sessions."""

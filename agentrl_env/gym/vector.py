@@ -259,7 +259,7 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
             return await self._autoreset(i)
         # With SAME_STEP a reset is pending only if the last one failed.
         error = resets.get(i)
-        result = _failed(error) if error is not None else await self._play(i, action)
+        result = _failed_transition(error) if error is not None else await self._play(i, action)
         if self.autoreset_mode is not AutoresetMode.SAME_STEP or not result.done:
             return result
         final = {"final_obs": self._episodes[i].observation(), "final_info": result.info}
@@ -270,14 +270,14 @@ class GymVectorEnv(TaskEnv, VectorEnv[Conversations, Sequence[Any], npt.NDArray[
         try:
             return await self._episodes[i].step(action)
         except AgentRLError as error:
-            return _failed(error)
+            return _failed_transition(error)
 
     async def _autoreset(self, i: int) -> Transition:
         choice = open_arguments({}, seed=None, split=self._split, rng=self._generators[i][0])
         try:
             info = await self._begin(i, choice)
         except AgentRLError as error:
-            return _failed(error)
+            return _failed_transition(error)
         return Transition(reward=0.0, terminated=False, truncated=False, info=info)
 
     def _raise_common_error(self, results: Sequence[Transition]) -> None:
@@ -387,7 +387,7 @@ def _option_list(options: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
     return [{key: each[i] for key, each in columns.items()} for i in range(n)]
 
 
-def _failed(error: AgentRLError) -> Transition:
+def _failed_transition(error: AgentRLError) -> Transition:
     """Return the transition of an episode that failed."""
     info: dict[str, Any] = {"failed": True, "error": error}
     for status, kind in FAILURES.items():

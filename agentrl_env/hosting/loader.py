@@ -57,7 +57,7 @@ def load_targets(targets: Iterable[str | type[Environment]]) -> list[type[Enviro
 
 def _find(target: str) -> type[Environment]:
     foreign = re.match(r"(\w+)[:+](.+)", target)
-    if foreign and (bridged := _bridged(foreign[1], foreign[2])) is not None:
+    if foreign and (bridged := _bridge_class(foreign[1], foreign[2])) is not None:
         return bridged
     if (task := installed_task(target)) is not None:
         module, _, name = task.target.partition(":")
@@ -79,7 +79,7 @@ def _find(target: str) -> type[Environment]:
     return _pick(_load_module(place, target), name, target)
 
 
-def _bridged(scheme: str, address: str) -> type[Environment] | None:
+def _bridge_class(scheme: str, address: str) -> type[Environment] | None:
     """Return the class that the bridge of a scheme makes, or None if no bridge has this scheme."""
     match scheme:
         case "gym":

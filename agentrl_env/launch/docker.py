@@ -249,7 +249,7 @@ class DockerServer(ServerHandle):
             **options,
         )
         if "ports" in options:
-            port = self._published()
+            port = self._published_port()
         self.url = "" if dialled else f"http://127.0.0.1:{port}"
 
     def _launch(self, image: str, **options: Any) -> None:
@@ -264,7 +264,7 @@ class DockerServer(ServerHandle):
                 )
             self._container.start()
 
-    def _published(self) -> int:
+    def _published_port(self) -> int:
         """Return the port of this machine on which the container's port is published. Raises ServeError."""
         with daemon_errors("cannot look at the container"):
             self._container.reload()
@@ -366,7 +366,7 @@ class DockerService(DockerServer):
             pids_limit=limits.pids,
             init=True,
         )
-        self.url = f"http://127.0.0.1:{self._published()}"
+        self.url = f"http://127.0.0.1:{self._published_port()}"
 
 
 def _logs(container: Any) -> str:

@@ -46,7 +46,7 @@ class TaskFiles:
         if (task := installed_task(target)) is not None:
             file = task.file()
             if file is not None and file.name == "environment.py":
-                return cls._named(file.parent, file.name, task.target.partition(":")[2])
+                return cls._in_folder(file.parent, file.name, task.target.partition(":")[2])
             target = task.target
         place, _, attribute = target.rpartition(":")
         if not place:
@@ -55,17 +55,17 @@ class TaskFiles:
         if path.is_dir():
             if not (path / "environment.py").is_file():
                 raise TargetError(f"{target}: the folder has no environment.py")
-            return cls._named(path, "", attribute)
+            return cls._in_folder(path, "", attribute)
         if path.suffix == ".py":
             if not path.is_file():
                 raise TargetError(f"{target}: no such file")
-            return cls._named(path.parent, path.name, attribute)
+            return cls._in_folder(path.parent, path.name, attribute)
         if not attribute:
             raise unknown_target(target)
         return cls(root=_top_of(place, target), name=place.partition(".")[0], target=target)
 
     @classmethod
-    def _named(cls, folder: Path, file: str, attribute: str) -> TaskFiles:
+    def _in_folder(cls, folder: Path, file: str, attribute: str) -> TaskFiles:
         folder = folder.resolve()
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", folder.name).strip(".") or "task"
         place = "/".join(part for part in ("/srv", name, file) if part)

@@ -33,7 +33,7 @@ def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
         signal.signal(number, signal.default_int_handler)
     try:
         while True:
-            seen = _modified(folders)
+            seen = _modification_times(folders)
             try:
                 server.start()
                 print(f"serving at {server.url}; restarts when a Python file changes", flush=True)
@@ -50,7 +50,7 @@ def serve_and_reload(server: ServerHandle, targets: Iterable[str]) -> None:
 def _wait_for_change(server: ServerHandle, folders: Iterable[Path], seen: dict[str, int]) -> str:
     """Return a file that was changed, added or removed."""
     ran = server.running
-    while (now := _modified(folders)) == seen:
+    while (now := _modification_times(folders)) == seen:
         if ran and not server.running:
             ran = False
             reason = f"the server ended: {server.end_reason()}"
@@ -59,7 +59,7 @@ def _wait_for_change(server: ServerHandle, folders: Iterable[Path], seen: dict[s
     return os.path.relpath(sorted(now.items() ^ seen.items())[0][0])
 
 
-def _modified(folders: Iterable[Path]) -> dict[str, int]:
+def _modification_times(folders: Iterable[Path]) -> dict[str, int]:
     """Return the last modification time of every Python file outside hidden folders."""
     found = {}
     for top in folders:

@@ -50,7 +50,7 @@ class Group:
         """Delete the folders after the last process has ended. Idempotent."""
         end = time.monotonic() + _SETTLE_S
         for folder in set(self._folders.values()):
-            while not _removed(folder) and time.monotonic() < end:
+            while not _remove(folder) and time.monotonic() < end:
                 time.sleep(0.002)
 
 
@@ -65,7 +65,7 @@ def find() -> dict[str, Path]:
         if controllers:
             bases.update(dict.fromkeys(controllers, folder if folder.is_dir() else mount))
         else:
-            bases.update(_delegated(folder, mount))
+            bases.update(_delegated_controllers(folder, mount))
     usable = {c: base for c, base in bases.items() if c in REQUIRED | {"cpu"} and _writable(base)}
     return usable if usable.keys() >= REQUIRED else {}
 
@@ -79,7 +79,7 @@ def remove_orphans(bases: Mapping[str, Path]) -> None:
     for base in set(bases.values()):
         for folder in base.glob(f"{PREFIX}*"):
             if is_orphan(folder.name):
-                _removed(folder)
+                _remove(folder)
 
 
 def _own_groups(text: str) -> dict[str, str]:
@@ -105,8 +105,11 @@ def _hierarchies(text: str) -> Iterator[tuple[Path, str, list[str]]]:
                 yield Path(mount), root, found
 
 
-def _delegated(own: Path, mount: Path) -> dict[str, Path]:
-    """Return the version 2 folder whose children get controllers. It must not contain processes itself."""
+def _delegated_controllers(own: Path, mount: Path) -> dict[str, Path]:
+    """Return the controllers that children of a version 2 folder get, with this folder.
+
+    The folder must not contain processes itself.
+    """
     for base in (own, own.parent):
         if base == mount or mount in base.parents:
             with contextlib.suppress(OSError):
@@ -141,7 +144,7 @@ def _count(file: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
 
 
-def _removed(folder: Path) -> bool:
+def _remove(folder: Path) -> bool:
     try:
         folder.rmdir()
     except FileNotFoundError:

@@ -173,7 +173,7 @@ class DockerSandbox(Sandbox):
         if any("\0" in argument for argument in execution.arguments):
             return ExitState(code=126, failed="cannot run it: embedded null byte")
         ended = self._exec(execution)
-        if self.limits.root and ended.killed_by is None and self._written() > self.limits.disk:
+        if self.limits.root and ended.killed_by is None and self._written_bytes() > self.limits.disk:
             self._kill_container("disk")
             return ExitState(killed_by="disk")
         return ended
@@ -293,7 +293,7 @@ class DockerSandbox(Sandbox):
             self._api.wait(self._id, timeout=_ENDING_S)
             raise SandboxFailed("the sandbox's container has ended")
 
-    def _written(self) -> int:
+    def _written_bytes(self) -> int:
         """Return the size in bytes of the files that commands have written outside mounts."""
         with _failures("the Docker daemon fails"):
             return sum(

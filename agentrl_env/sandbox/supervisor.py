@@ -55,7 +55,7 @@ def main() -> None:
     memory = 0
     while True:
         while memory and not select.select([control], [], [], TICK_MS / 1000)[0]:
-            if _used() > memory:
+            if _used_bytes() > memory:
                 _kill_all()
         request, descriptors = _receive(control)
         memory = request.get("memory", 0) if request.get("background") else 0
@@ -102,7 +102,7 @@ def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | 
         ended = _reap()
         if child in ended:
             return ended[child]
-        if memory and _used() > memory:
+        if memory and _used_bytes() > memory:
             return "memory"
         for descriptor, _ in poll.poll(TICK_MS if memory else None):
             if descriptor == awake:
@@ -111,7 +111,7 @@ def _wait(control: socket.socket, awake: int, child: int, memory: int) -> int | 
                 return "kill"
 
 
-def _used() -> int:
+def _used_bytes() -> int:
     """Return the bytes that all commands and files use. Shared memory counts for each process."""
     files = os.fstatvfs(LAYERS)
     total = (files.f_blocks - files.f_bfree) * files.f_frsize

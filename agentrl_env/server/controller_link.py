@@ -253,7 +253,7 @@ class _Link:
         try:
             if self._opened or self._ended:
                 await self.beat()
-            await self.websocket.send(_bounded(message["text"]))
+            await self.websocket.send(_fit(message["text"]))
         except ConnectionClosed as error:
             raise RuntimeError("the link is closed") from error
 
@@ -304,21 +304,21 @@ def _link_url(url: str) -> str:
     return f"{scheme}://{parts.netloc}{parts.path}{LINK_PATH}"
 
 
-def _bounded(answer: str) -> str:
+def _fit(answer: str) -> str:
     """Return an answer within the size limit: the answer, a part of a batch's results, or an error."""
     size = _size(answer)
     if size <= MAX_ANSWER_BYTES:
         return answer
     head, _, rest = answer.partition(",")
     if rest.startswith(_RESULTS):
-        items = _fitting(rest[len(_RESULTS) : -len(_END)].split(_SEPARATOR))
+        items = _fit_batch(rest[len(_RESULTS) : -len(_END)].split(_SEPARATOR))
         shorter = f"{head},{_RESULTS}{_SEPARATOR.join(items)}{_END}"
         if _size(shorter) <= MAX_ANSWER_BYTES:
             return shorter
     return f"{head},{to_json(_too_large(size).wire())[1:].decode()}"
 
 
-def _fitting(items: list[str]) -> list[str]:
+def _fit_batch(items: list[str]) -> list[str]:
     """Return the results of a batch that fit, and ``step_pending`` for the others, to be requested again."""
     pending = to_json(StepPending(STEP_PENDING).wire()).decode()
     room = MAX_ANSWER_BYTES - _ENVELOPE_BYTES - len(items) * (len(pending) + len(_SEPARATOR))

@@ -136,7 +136,7 @@ class AccessMiddleware:
             return
         caller.set(who)
         answer = _Answer(scope, send, self._metrics, budget)
-        serve = self._app if self._tracing is None else partial(self._traced, self._tracing, headers)
+        serve = self._app if self._tracing is None else partial(self._serve_in_span, self._tracing, headers)
         budget.connections += 1
         try:
             await budget.timed(serve(scope, body or receive, answer))
@@ -184,7 +184,7 @@ class AccessMiddleware:
         if path in _PUBLIC:
             return Caller(name=name)
         self._check_host(scope, headers)
-        who = self._authenticate(_shown(path, headers))
+        who = self._authenticate(_authorization(path, headers))
         if who.session_id is not None:
             name = who.session_id
             who.check_token(_agent_may(scope["method"], path, who.session_id))
@@ -247,7 +247,7 @@ class AccessMiddleware:
             return None  # the server never reads more than the announced bytes
         return _LargeBody(receive, budget, limit, size)
 
-    async def _traced(
+    async def _serve_in_span(
         self, tracing: Tracing, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Serve a request in a child of the span in its ``traceparent`` header."""
@@ -395,7 +395,7 @@ def _token_of(subprotocols: Iterable[str]) -> bytes:
     return b""
 
 
-def _shown(path: str, headers: dict[bytes, bytes]) -> bytes:
+def _authorization(path: str, headers: dict[bytes, bytes]) -> bytes:
     """Return the authorization header of a request.
 
     Basic authentication is not accepted, because browsers also send it for pages of other origins.

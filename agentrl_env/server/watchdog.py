@@ -248,13 +248,13 @@ class _Guard:
             if self._silent_s is not None and 0 < self._stuck_s < self._silent_s:
                 sessions: list[str] = []
                 with contextlib.suppress(OSError, ValueError):  # kill it even if the reason is unknown
-                    sessions = self._blocking()
+                    sessions = self._blocking_sessions()
                 held = f" session {' or '.join(sessions)} held it;" if sessions else ""
                 self._tell_parent(sessions)
                 why = f"its event loop has not run for {self._stuck_s:g} s (--stuck-after)"
                 self._kill(f"{why};{held} its stacks follow")
 
-    def _blocking(self) -> list[str]:
+    def _blocking_sessions(self) -> list[str]:
         """Return the sessions whose calls might block the event loop, or none if they are unknown.
 
         These are the call on the event loop and calls that have used the processor meanwhile, since they
@@ -273,7 +273,7 @@ class _Guard:
         from time to time. If the event loop's thread did not run at all, it sleeps, and nothing counts.
         """
         before, self._seen = self._seen, {}
-        calls = self._running() if (self._silent_s or 0) > BEAT_S else []
+        calls = self._running_calls() if (self._silent_s or 0) > BEAT_S else []
         for thread in {self._pid, *(call.thread for call in calls)}:
             if (look := _look(self._pid, thread, before.get(thread), now)) is not None:
                 self._seen[thread] = look
@@ -282,7 +282,7 @@ class _Guard:
         seen = self._seen.items()
         return max((look.waited_s - before[one].waited_s for one, look in seen if one in before), default=0.0)
 
-    def _running(self) -> list[_Running]:
+    def _running_calls(self) -> list[_Running]:
         """Return the running calls."""
         rows = os.pread(self._calls, CALLS_BYTES, 0).decode("ascii", "replace").splitlines()
         running = [row.split() for row in rows if row[:1].strip(" \0")]
@@ -292,7 +292,10 @@ class _Guard:
         """Return the CPU seconds of the threads of running calls, or nothing if the process is stopped."""
         if _stat(self._pid, self._pid)[:1] == ["T"]:
             return {}
-        return {call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS for call in self._running()}
+        return {
+            call: sum(map(int, _stat(self._pid, call.thread)[11:13])) / TICKS
+            for call in self._running_calls()
+        }
 
     def _tell_parent(self, sessions: list[str]) -> None:
         """Send the sessions to the parent over standard input, if it is a socket (``ServerProcess``)."""

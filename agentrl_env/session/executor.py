@@ -98,7 +98,7 @@ class Executor:
                     self._threads.loop_share.charge(seconds)
             if isinstance(value, str) or not inspect.isawaitable(value):
                 return value
-            return await self._awaited(value, limit)
+            return await self._await_within(value, limit)
         except AuthorTimeout as error:
             if time_left < timeout:
                 raise TimeLimitReached from None
@@ -117,7 +117,7 @@ class Executor:
             await asyncio.wait((awaitable,), timeout=timeout)
 
     @types.coroutine
-    def _shown(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    def _show(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
         """Await a coroutine and show its code on the event loop as a running call."""
         go_on: Callable[[Any], Any] = coroutine.send
         value: Any = None
@@ -135,11 +135,11 @@ class Executor:
             except BaseException as error:
                 go_on, value = coroutine.throw, error
 
-    async def _awaited(self, awaitable: Awaitable[Any], timeout: float) -> Any:
+    async def _await_within(self, awaitable: Awaitable[Any], timeout: float) -> Any:
         async def run() -> Outcome:
             try:
                 if inspect.iscoroutine(awaitable):
-                    return await self._shown(awaitable), None
+                    return await self._show(awaitable), None
                 return await awaitable, None
             except AUTHOR_ERRORS as error:
                 return None, error

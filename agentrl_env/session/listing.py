@@ -45,7 +45,7 @@ def list_sessions(
         for session, since in known
         if (task is None or session.sample.task == task)
         and (status is None or session.status is status)
-        and (not search or search in _searched(session))
+        and (not search or search in _searched_text(session))
     ]
     wanted.sort(reverse=True)  # fast: the table is nearly sorted
     begin = bisect_left(wanted, True, key=_is_after(query.after))
@@ -81,7 +81,7 @@ def transcript(session: Session, after: int | None) -> Transcript:
     )
 
 
-def _searched(session: Session) -> str:
+def _searched_text(session: Session) -> str:
     """Return the text of a session that searches are matched against."""
     sample = session.sample
     return f"{session.session_id} {sample.task} {sample.split} {sample.index} seed {sample.seed}".lower()

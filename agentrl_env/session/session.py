@@ -171,7 +171,7 @@ class Session:
             raise
         except AUTHOR_ERRORS as error:
             self.begin_close(SessionStatus.FAILED_ENVIRONMENT)
-            raise self._failed(calling, error) from error
+            raise self._failure(calling, error) from error
         except asyncio.CancelledError:
             self.begin_close()
             raise
@@ -281,10 +281,10 @@ class Session:
             try:
                 state = await executor.run(environment.snapshot, timeout)
                 # Copied before the next step, which might modify objects in the state.
-                copies = await executor.run(lambda: [_copied(state) for _ in session_ids], timeout)
+                copies = await executor.run(lambda: [_copy(state) for _ in session_ids], timeout)
             except AUTHOR_ERRORS as error:
-                raise self._failed("snapshot", error) from error
-            return [self._forked(*pair) for pair in zip(session_ids, copies, strict=True)]
+                raise self._failure("snapshot", error) from error
+            return [self._fork(*pair) for pair in zip(session_ids, copies, strict=True)]
 
         return await self.between_steps(ask)
 
@@ -432,7 +432,7 @@ class Session:
         self._observer.stepped(self, result, self._clock() - result.begin)
         return answer
 
-    def _forked(self, session_id: str, state: Any) -> Session:
+    def _fork(self, session_id: str, state: Any) -> Session:
         forked = Session(
             self._class,
             self.sample,
@@ -468,7 +468,7 @@ class Session:
             log_failure(self, "close", error)
         self._environment = None
 
-    def _failed(self, what: str, error: BaseException) -> EnvironmentFailed:
+    def _failure(self, what: str, error: BaseException) -> EnvironmentFailed:
         log_failure(self, what, error)
         return EnvironmentFailed(
             f"{what} of task {self.sample.task!r} failed: {describe(error, getattr(self._class, what))}"
@@ -490,7 +490,7 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def _copied(state: Any) -> Any:
+def _copy(state: Any) -> Any:
     """Return a deep copy of a snapshot. Raises TypeError, which names the value that cannot be copied."""
     try:
         return copy.deepcopy(state)
@@ -543,7 +543,7 @@ class History:
             raise SeqConflict(f"the answer to seq {seq} is no longer kept", expected=turn + 1)
         played, result = self._turns[seq - turn - 1]
         again = encode(message)
-        if again != played and _parsed(again) != _parsed(played):  # a message can be written in several ways
+        if again != played and _parse(again) != _parse(played):  # a message can be written in several ways
             raise IdempotencyConflict(f"seq {seq} was played with another message; the next is {turn + 1}")
         return result
 
@@ -578,7 +578,7 @@ class History:
         return copied
 
 
-def _parsed(message: bytes) -> Message | bytes:
+def _parse(message: bytes) -> Message | bytes:
     try:
         return Message.model_validate_json(message)
     except ValueError:

@@ -282,7 +282,7 @@ class ThreadPool:
         """True if no thread is free and either none was for ``STALLED_S`` seconds or none can ever be."""
         if len(self._abandoned) >= self._ceiling:
             return True
-        full = not self._asleep and self._started >= self._allowed()
+        full = not self._asleep and self._started >= self._allowed_threads()
         return full and time.monotonic() - self._taken_at > STALLED_S
 
     def submit(
@@ -343,7 +343,7 @@ class ThreadPool:
             if not job.ran:
                 self._abandoned.add(job)
 
-    def _allowed(self) -> int:
+    def _allowed_threads(self) -> int:
         """Return the allowed number of threads. The caller holds the lock."""
         return min(self._limit + len(self._abandoned), self._ceiling)
 
@@ -353,7 +353,7 @@ class ThreadPool:
             if self._asleep:
                 self._asleep -= 1
                 self._wake_ups.put(None)
-            elif self._started < self._allowed():
+            elif self._started < self._allowed_threads():
                 try:
                     threading.Thread(target=self._work, name="agentrl-env", daemon=True).start()
                 except RuntimeError:
@@ -370,7 +370,7 @@ class ThreadPool:
                 end = False
                 if done in self._abandoned:
                     self._abandoned.remove(done)
-                    end = self._started > self._allowed()  # the thread has been replaced
+                    end = self._started > self._allowed_threads()  # the thread has been replaced
                 job = self._jobs.popleft() if self._jobs and not end else None
                 end = end or (job is None and self._stopped)
                 if job is not None:

@@ -46,11 +46,11 @@ class SharedState:
 
     def __init__(self, environment: type[Environment]) -> None:
         self._environment = environment
-        self._before = {where: _content(value) for where, value in _shared(environment)}
+        self._before = {where: _content(value) for where, value in _shared_values(environment)}
 
     def changed(self) -> list[str]:
         """Return the name and place of each changed value, such as ``Guess.seen (task.py:9)``."""
-        now = {where: _content(value) for where, value in _shared(self._environment)}
+        now = {where: _content(value) for where, value in _shared_values(self._environment)}
         changed = [where for where, content in now.items() if content != self._before.get(where, b"")]
         return [_text(owner, name) for owner, name in changed]
 
@@ -493,7 +493,7 @@ def _quote(messages: Sequence[Message]) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
-def _shared(environment: type[Environment]) -> Iterator[tuple[tuple[type | ModuleType, str], Any]]:
+def _shared_values(environment: type[Environment]) -> Iterator[tuple[tuple[type | ModuleType, str], Any]]:
     """Yield the values, except code, of an author's classes and their modules."""
     bases = environment.__mro__[: environment.__mro__.index(Environment)]
     owners: list[type | ModuleType] = [*bases]

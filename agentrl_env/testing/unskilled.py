@@ -84,7 +84,10 @@ async def follow_listing(session: ClientSession, rollout: Rollout) -> Message:
     rest = [option for option in options if option not in tried] or options
     free = [tool for tool in session.tools if _takes_any_value(tool)] or session.tools
     enums = [
-        value for tool in free[:1] for part in _required(tool).values() for value in part.get("enum", ())
+        value
+        for tool in free[:1]
+        for part in _required_schemas(tool).values()
+        for value in part.get("enum", ())
     ]
     turn = len(rollout.turns)
     return _call(free[:1], 0, [str(enums[turn % len(enums)])] if enums else rest)
@@ -184,7 +187,7 @@ def _text(messages: Sequence[Message]) -> str:
     return "\n".join(map(message_text, messages))
 
 
-def _required(tool: ToolSpec) -> dict[str, Any]:
+def _required_schemas(tool: ToolSpec) -> dict[str, Any]:
     """Return the schemas of a tool's required arguments."""
     parameters = tool.function.parameters
     parts = parameters.get("properties", {})
@@ -197,7 +200,7 @@ def _required(tool: ToolSpec) -> dict[str, Any]:
 
 def _takes_any_value(tool: ToolSpec, kind: str | None = None) -> bool:
     """Return True if a tool has an argument (of this type, if given) that is not limited to listed values."""
-    free = (part for part in _required(tool).values() if "enum" not in part and "const" not in part)
+    free = (part for part in _required_schemas(tool).values() if "enum" not in part and "const" not in part)
     return any(kind in (None, part.get("type")) for part in free)
 
 
@@ -206,7 +209,7 @@ def _call(tools: Sequence[ToolSpec], turn: int, options: Sequence[str]) -> Messa
     if not tools:
         return Message.assistant(options[turn % len(options)] if options else "")
     tool = tools[turn % len(tools)]
-    arguments = {name: _first(part, options) for name, part in _required(tool).items()}
+    arguments = {name: _first(part, options) for name, part in _required_schemas(tool).items()}
     if compiled_schema(tool.function.parameters).is_valid(arguments):
         return Message.assistant(None, ToolCall.of(tool.function.name, **arguments))
     try:

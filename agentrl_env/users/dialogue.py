@@ -206,18 +206,18 @@ class Dialogue:
             return Reply(NOTHING_SAID, metrics={"invalid_calls": 1.0, **self.metrics()})
         self.lines.append(Utterance(speaker="assistant", text=heard))
         if self.messages >= self.max_messages:
-            return self._truncated()
+            return self._truncate()
         try:
             said = await self.user.speak(tuple(self.lines))
         except BudgetSpent:
-            return self._truncated()
+            return self._truncate()
         self.lines.append(said)
         if said.ends:
             reward = float(grade()) if grade is not None else 0.0
-            return Done(said.text, reward=reward, metrics=self.metrics(), info=self._hidden())
+            return Done(said.text, reward=reward, metrics=self.metrics(), info=self._hidden_messages())
         if self.messages >= self.max_messages:
-            return self._truncated(said.text)
-        return Reply(said.text, metrics=self.metrics(), info=self._hidden())
+            return self._truncate(said.text)
+        return Reply(said.text, metrics=self.metrics(), info=self._hidden_messages())
 
     @property
     def messages(self) -> int:
@@ -258,10 +258,10 @@ class Dialogue:
             parts.append(f"{line.speaker}: {line.text}")
         return "\n".join(parts)
 
-    def _truncated(self, text: str = "") -> Done:
-        return Done(text, truncated=True, metrics=self.metrics(), info=self._hidden())
+    def _truncate(self, text: str = "") -> Done:
+        return Done(text, truncated=True, metrics=self.metrics(), info=self._hidden_messages())
 
-    def _hidden(self) -> dict[str, Any]:
+    def _hidden_messages(self) -> dict[str, Any]:
         """Return the parts of the messages since the last result that the policy does not see."""
         fresh = [line for line in self.lines[self._shown :] if line.speaker == "user"]
         hidden: dict[str, Any] = {"messages": [_hidden_part(line) for line in fresh]}

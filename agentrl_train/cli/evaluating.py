@@ -32,7 +32,7 @@ def evaluate_and_record(trainer: Trainer, *, path: str, output: Path | None) -> 
     """
     digest = trainer.config.evaluation_digest(path)
     name = f"{_name(path)}-{digest}"
-    folder = output or _unfinished(trainer.folder / "evaluations", name)
+    folder = output or _unfinished_folder(trainer.folder / "evaluations", name)
     Console().print(f"episodes: {folder}; the same command continues if it is interrupted", soft_wrap=True)
     with closing(Counter("episodes")) as counter:
 
@@ -54,7 +54,7 @@ def _name(path: str) -> str:
     return parts[-2] if of_checkpoint else parts[-1]
 
 
-def _unfinished(parent: Path, name: str) -> Path:
+def _unfinished_folder(parent: Path, name: str) -> Path:
     """Return the folder of an evaluation that is not finished: an interrupted one, or a new one."""
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(folder for folder in map(parent.joinpath, names) if not (folder / RESULT).exists())

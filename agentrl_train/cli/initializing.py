@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from agentrl_env.client import EnvClient
 from agentrl_train.chat import ChatFormat
-from agentrl_train.cli.planning import GB, fitted, memory_needs
+from agentrl_train.cli.planning import GB, fit_into_memory, memory_needs
 from agentrl_train.config import RunConfig, load_config
-from agentrl_train.config.loading import validated
+from agentrl_train.config.loading import validate_table
 from agentrl_train.config.toml import literal
 from agentrl_train.engine.torch import TorchEngine
 from agentrl_train.errors import ConfigError
@@ -130,7 +130,7 @@ def _first_config(model: str, tasks: Sequence[str], *, name: str, lora: bool) ->
         "engine": {"device": "cuda" if on_gpu else "cpu"},
         "train": {"lora": {"rank": REMEDY.rank, "alpha": REMEDY.alpha}} if lora else {},
     }
-    return validated(table, base=Path.cwd(), failure="no configuration can be written; please correct")
+    return validate_table(table, base=Path.cwd(), failure="no configuration can be written; please correct")
 
 
 async def _best_trial(config: RunConfig, size: ModelSize, *, measured: bool) -> Trial:
@@ -283,7 +283,7 @@ def make_text(config: RunConfig, size: ModelSize, trial: Trial, *, folder: Path)
             "train": config.train.model_copy(update={"precision": dtype}),
         }
     )
-    found = fitted(config, size)
+    found = fit_into_memory(config, size)
     if found is None:
         raise ConfigError(
             f"{config.model.path} with {_count(size)} does not fit into the memory of this machine: choose a "
@@ -303,9 +303,9 @@ def make_text(config: RunConfig, size: ModelSize, trial: Trial, *, folder: Path)
     heading = [
         f"Written by `agentrl-train init` for {_count(size)} on {_machine(config)}.",
         *(f"To fit into memory: {change}" for change in changes),
-        *(_measured(one) for one in trial.lengths),
+        *(_describe_lengths(one) for one in trial.lengths),
     ]
-    return _written(heading, sections)
+    return _write(heading, sections)
 
 
 def _dtype(device: str, size: ModelSize) -> tuple[str, str]:
@@ -326,7 +326,7 @@ def _machine(config: RunConfig) -> str:
     return "a GPU" if config.engine.device != "cpu" else f"{os.cpu_count()} CPU cores"
 
 
-def _measured(one: Lengths) -> str:
+def _describe_lengths(one: Lengths) -> str:
     """Return the comment about the lengths of a task."""
     if not one.by_expert:
         return (
@@ -430,7 +430,7 @@ def _relative(path: str, folder: Path) -> str:
     return os.path.relpath(file, folder) + colon + name
 
 
-def _written(heading: Sequence[str], sections: Mapping[str, Any]) -> str:
+def _write(heading: Sequence[str], sections: Mapping[str, Any]) -> str:
     """Return a TOML file with a comment at the top; empty sections are omitted."""
     lines = [f"# {line}" for line in heading]
     for name, settings in sections.items():

@@ -105,10 +105,10 @@ def make_plan(config: RunConfig, *, measured: bool) -> Plan:
         engine=engine_memory(size, config.engine, sessions=config.sessions),
         learner=_learner(config, size),
         needs=places,
-        changes=change[1] if (change := fitted(config, size)) else (),
+        changes=change[1] if (change := fit_into_memory(config, size)) else (),
         lengths=lengths,
         step=step_tokens(lengths, groups=rollout.groups_per_step, group_size=rollout.group_size),
-        rates=_measured(config, lengths) if measured and fits(places) else None,
+        rates=_measure(config, lengths) if measured and fits(places) else None,
     )
 
 
@@ -136,7 +136,7 @@ def fits(places: Sequence[Need]) -> bool:
     return all(one.missing <= 0 for one in places)
 
 
-def fitted(config: RunConfig, size: ModelSize) -> tuple[RunConfig, list[str]] | None:
+def fit_into_memory(config: RunConfig, size: ModelSize) -> tuple[RunConfig, list[str]] | None:
     """Return a configuration that fits into memory and its changes, or None if no settings are enough.
 
     A configuration that fits is not changed. Settings that do not save memory are not listed.
@@ -185,7 +185,7 @@ async def _lengths(config: RunConfig, chat: ChatFormat) -> list[Lengths]:
     return [*found, *programs]
 
 
-def _measured(config: RunConfig, lengths: Sequence[Lengths]) -> Rates | None:
+def _measure(config: RunConfig, lengths: Sequence[Lengths]) -> Rates | None:
     """Return the speed of the engine in this process, or None for vLLM, which has another speed."""
     if config.engine.kind != "torch":
         return None

@@ -28,7 +28,7 @@ def load_config(
     table = read_toml(path)
     for change in changes:
         merge(table, change)
-    return validated(
+    return validate_table(
         table, overrides, base=path.resolve().parent, failure=f"{path} is invalid; please correct"
     )
 
@@ -47,10 +47,10 @@ def gateway_config(model: str, overrides: Sequence[str] = ()) -> RunConfig:
         "eval": {"samples": 0},
     }
     failure = "the gateway cannot be started; please correct"
-    return validated(table, overrides, base=Path.cwd(), failure=failure, kind=GatewayConfig)
+    return validate_table(table, overrides, base=Path.cwd(), failure=failure, kind=GatewayConfig)
 
 
-def validated(
+def validate_table(
     table: dict[str, Any],
     overrides: Sequence[str] = (),
     *,

@@ -106,11 +106,11 @@ def target(value: str, base: Path) -> str:
         return value
     path = absolute(source, base).resolve()
     if not path.exists():
-        raise ValueError(_missing(source, base))
+        raise ValueError(_missing_path(source, base))
     return f"{path}{colon}{name}"
 
 
-def _missing(value: str, base: Path, *, kind: str = "") -> str:
+def _missing_path(value: str, base: Path, *, kind: str = "") -> str:
     """Return the error for a missing path, with the one to write if it exists in the working directory."""
     path, here = absolute(value, base), absolute(value, Path.cwd())
     problem = f"there is no {kind}{path}"
@@ -141,7 +141,7 @@ def _model(value: str, base: Path) -> str:
             raise ValueError(hint)
         return value
     if Path(value).expanduser().exists():  # elsewhere than in the folder of the configuration
-        raise ValueError(_missing(value, base))
+        raise ValueError(_missing_path(value, base))
     if value.count("/") == 1 and not value.startswith((".", "/", "~")):
         return value  # a name on the hub
     near = get_close_matches(value, KNOWN_MODELS, n=1)
@@ -154,7 +154,7 @@ def _model(value: str, base: Path) -> str:
 def _file(value: str, base: Path) -> str:
     path = absolute(value, base)
     if not path.is_file():
-        raise ValueError(_missing(value, base, kind="file "))
+        raise ValueError(_missing_path(value, base, kind="file "))
     return str(path)
 
 
@@ -162,7 +162,7 @@ def _program(value: str, base: Path) -> str:
     return target(value, base) if FUNCTION.fullmatch(value) else value
 
 
-def _resolved(resolve: Callable[[str, Path], str]) -> AfterValidator:
+def _resolve_with(resolve: Callable[[str, Path], str]) -> AfterValidator:
     def check(value: str, info: ValidationInfo) -> str:
         if not value.strip():
             raise ValueError("must not be empty")
@@ -171,13 +171,13 @@ def _resolved(resolve: Callable[[str, Path], str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-AnyPath = Annotated[str, _resolved(lambda value, base: str(absolute(value, base)))]
-FilePath = Annotated[str, _resolved(_file)]
-ModelPath = Annotated[str, _resolved(_model)]
+AnyPath = Annotated[str, _resolve_with(lambda value, base: str(absolute(value, base)))]
+FilePath = Annotated[str, _resolve_with(_file)]
+ModelPath = Annotated[str, _resolve_with(_model)]
 """A model folder, a GGUF file, ``package:NAME``, or the name of a fetched model or of a model on the hub."""
-TargetPath = Annotated[str, _resolved(_task)]
+TargetPath = Annotated[str, _resolve_with(_task)]
 """A folder, ``file.py:Class``, ``module:Class`` or the name of an installed task."""
-ProgramPath = Annotated[str, _resolved(_program)]
+ProgramPath = Annotated[str, _resolve_with(_program)]
 """A command, ``file.py:function`` or ``module:function``."""
-OutputPath = Annotated[str, _resolved(lambda value, _: str(Path(value).expanduser().absolute()))]
+OutputPath = Annotated[str, _resolve_with(lambda value, _: str(Path(value).expanduser().absolute()))]
 """A path relative to the working directory."""

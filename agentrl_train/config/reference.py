@@ -63,7 +63,7 @@ def _section(section: type[BaseModel], name: str) -> Iterator[str]:
 def _setting(full_name: str, key: str, field: FieldInfo) -> Iterator[str]:
     """Yield the line of a setting, and the lines of each table or function that it accepts."""
     default = field.get_default(call_default_factory=True)
-    value = REQUIRED.get(full_name, _written(default))
+    value = REQUIRED.get(full_name, _format(default))
     meaning = _plain(field.description)
     functions = [kind for kind in classes(field.annotation) if issubclass(kind, Function)]
     choices = [name for kind in functions if not issubclass(kind, Own) for name in names(kind)]
@@ -91,7 +91,7 @@ def _parameters(key: str, kind: type[Table]) -> Iterator[str]:
             if name is not None and parameter == "name":
                 continue
             default = field.get_default(call_default_factory=True)
-            value = EXAMPLES.get(parameter) if field.is_required() else _written(default)
+            value = EXAMPLES.get(parameter) if field.is_required() else _format(default)
             meaning = _plain(field.description)
             if get_origin(field.annotation) is Literal:
                 meaning = f"{meaning} ({', '.join(get_args(field.annotation))})"
@@ -103,7 +103,7 @@ def _line(key: str, value: Any, meaning: str, *, commented: bool) -> str:
     return f"{'# ' * commented}{setting + '  ':<{44 - 2 * commented}}# {meaning}".rstrip(" #")
 
 
-def _written(value: Any) -> Any:
+def _format(value: Any) -> Any:
     """Return a default as it is written in a file."""
     return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
 

@@ -141,7 +141,7 @@ class PreferenceStrategy(Strategy):
         self._shown = self.with_information(played)
         self._reference = sampled(self.critic.reference_logprobs(played.rows), played.rows)
         if self._settings.pairs:
-            return self._compared(played, select)
+            return self._compare(played, select)
         means = self._turn_means(self.critic.logprobs(self._shown.rows))
         advantages = [mean[turn_numbers(one)] for mean, one in zip(means, played.trajectories, strict=True)]
         return played.with_advantages(select(advantages))
@@ -193,7 +193,7 @@ class PreferenceStrategy(Strategy):
             "preference_pairs": float(pairs),
         }
 
-    def _compared(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
+    def _compare(self, played: EpisodeRows, select: Select) -> list[TokenSequence]:
         """Return the completions in the pairs of all turns, with the policy gradient of DPO.
 
         With the aggregation ``token_mean`` it is the gradient of the mean over pairs, with the

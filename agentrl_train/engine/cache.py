@@ -23,11 +23,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from agentrl_train.models.architecture import (
     FEW_QUERIES,
+    additive_mask,
     attend,
     attends_by_products,
     cache_argument,
     can_be_causal,
-    hiding,
     layer_types,
     reach,
     read_logits,
@@ -129,7 +129,7 @@ class Group:
             # Padding has positions beyond the columns. A window there would be empty.
             queries = queries.clamp(max=self.length - 1).view(len(self.slots), 1, self.width, 1)
             keys = torch.arange(self.columns, device=positions.device)
-            mask = hiding(config, kind, queries=queries, keys=keys, dtype=dtype)
+            mask = additive_mask(config, kind, queries=queries, keys=keys, dtype=dtype)
             # On a GPU, looking at the mask would wait for all earlier work.
             self.masks[kind] = mask if mask.device.type != "cpu" or bool(mask.any()) else None
         return self.masks[kind]
@@ -555,7 +555,7 @@ CALL_COLUMNS = 600
 """Cost of one more call of the attention on a CPU, in padded columns of a sequence."""
 
 
-def joined(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) -> list[Group]:
+def join_calls(calls: Sequence[Group], *, decoding: Sequence[bool], on_cpu: bool) -> list[Group]:
     """Return attention calls, with adjacent decoding sequences joined in one call if that costs less."""
     groups: list[Group] = []
     for call, decodes in zip(calls, decoding, strict=True):

@@ -78,13 +78,13 @@ class Grammars:
         position = 0
         while position < len(text):
             if mark := self.control(text[position:]):
-                parts += [quoted(rest)] if rest else []
+                parts += [quote(rest)] if rest else []
                 parts.append(f"<[{self._control_tokens()[mark]}]>")
                 rest = ""
             else:
                 rest += text[position]
             position += len(mark) or 1
-        return " ".join([*parts, *([quoted(rest)] if rest else [])])
+        return " ".join([*parts, *([quote(rest)] if rest else [])])
 
     def control(self, text: str) -> str:
         """Return the control token at the start of a text, or "" if there is none."""
@@ -196,12 +196,12 @@ class Matcher:
         return AllowedSets(sets=tuple(sets), places=places)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text as a string of a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def unpacked(sets: Sequence[bytes], vocabulary: int) -> torch.Tensor:
+def unpack_sets(sets: Sequence[bytes], vocabulary: int) -> torch.Tensor:
     """Return packed sets (see ``AllowedSets``) as booleans [sets, vocabulary]. b"" contains all tokens."""
     found = np.ones((len(sets), vocabulary), dtype=bool)
     for row, packed in zip(found, sets, strict=True):

@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from agentrl_train.engine.cache import MOST, Pages, SlotCache, cached_logprobs, slot_attention
 from agentrl_train.errors import ran_out_of_memory
-from agentrl_train.models.architecture import CHUNKED, attend, hiding, layer_types, probes, read_logits
+from agentrl_train.models.architecture import CHUNKED, additive_mask, attend, layer_types, probes, read_logits
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Rows:
             # Padding has a position beyond the columns. A window there would be empty.
             queries = self.positions.clamp(max=columns - 1).view(slots, 1, width, 1)
             keys = torch.arange(columns, device=queries.device)
-            self._masks[kind] = hiding(self._config, kind, queries=queries, keys=keys, dtype=dtype)
+            self._masks[kind] = additive_mask(self._config, kind, queries=queries, keys=keys, dtype=dtype)
         return self._masks[kind]
 
 
@@ -306,7 +306,7 @@ class DecodeGraphs:
                 graph, (logits, drawn) = _graph(compute, device=self._device, pool=self._pool)
                 self._pool, replay, staged = graph.pool(), graph.replay, staged.pin_memory()
             else:
-                replay, (logits, drawn) = _repeated(compute)
+                replay, (logits, drawn) = _repeat(compute)
         except Exception as error:  # whatever a model does that a graph cannot repeat
             if ran_out_of_memory(error):
                 raise
@@ -317,13 +317,13 @@ class DecodeGraphs:
     def _compute(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         """Return the logits and the drawn tokens with their log-probabilities, without waiting for them."""
         rows = Rows(inputs, shape=shape, cache=self._cache)
-        with self._compiled(), self._cache.decoding(rows) as arguments:
+        with self._compiled_layers(), self._cache.decoding(rows) as arguments:
             hidden = self._model.base_model(**arguments).last_hidden_state[0]
         logits = read_logits(self._model, hidden)
         drawn = self._sample(logits, temperatures=rows.temperatures, uniforms=rows.uniforms)
         return logits, torch.stack([one.double() for one in drawn])
 
-    def _compiled(self) -> AbstractContextManager[None]:
+    def _compiled_layers(self) -> AbstractContextManager[None]:
         if COMPILED not in self._means:
             return nullcontext()
         if self._layers is None:
@@ -397,7 +397,7 @@ def _graph(
     return graph, results
 
 
-def _repeated(
+def _repeat(
     compute: Callable[[], tuple[Tensor, Tensor]],
 ) -> tuple[Callable[[], object], tuple[Tensor, Tensor]]:
     """Return a function that computes a pass again, and the tensors with its results."""

@@ -190,11 +190,11 @@ class EnginePool:
         if self._closed:
             work.close()
             raise EngineError("the engine was closed")
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._track(work), self._loop)
 
     # The methods below run on the event loop of the pool.
 
-    async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _track(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a call that ``close`` cancels."""
         task = asyncio.current_task()
         assert task is not None

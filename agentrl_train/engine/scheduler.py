@@ -19,10 +19,10 @@ from agentrl_train.engine.cache import (
     Pass,
     PrefixIndex,
     SlotCache,
-    joined,
+    join_calls,
     shared_prefix,
 )
-from agentrl_train.engine.constraint import Truncation, unpacked
+from agentrl_train.engine.constraint import Truncation, unpack_sets
 from agentrl_train.engine.gpu import DecodeGraphs, Fed, can_be_paged
 from agentrl_train.errors import ConstraintError, EngineBroken, not_numbers
 from agentrl_train.models.architecture import read_logits
@@ -484,17 +484,17 @@ class Scheduler:
             temperatures=torch.tensor(temperatures, device=self._device),
             uniforms=torch.tensor(uniforms, device=self._device),
             truncation=limits,
-            allowed=self._allowed(parts, vocabulary=logits.shape[-1]),
+            allowed=self._allowed_tokens(parts, vocabulary=logits.shape[-1]),
         )
         tokens, logprobs = torch.stack([one.double() for one in drawn]).tolist()
         return [int(token) for token in tokens], logprobs
 
-    def _allowed(self, parts: Sequence[_Part], *, vocabulary: int) -> torch.Tensor | None:
+    def _allowed_tokens(self, parts: Sequence[_Part], *, vocabulary: int) -> torch.Tensor | None:
         """Return the tokens that each position can sample, or None if all can sample any."""
         if all(part.unlimited for part in parts):
             return None
         sets = [one for part in parts for one in part.allowed]
-        return unpacked(sets, vocabulary).to(self._device)
+        return unpack_sets(sets, vocabulary).to(self._device)
 
     def _logits(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Run the model; return the logits [samples, vocabulary] of the positions that sample."""
@@ -546,7 +546,7 @@ class Scheduler:
         if self._cache.paged:
             return calls
         decoding, on_cpu = [len(part.pending) == 1 for part in parts], self._device.type == "cpu"
-        return joined(calls, decoding=decoding, on_cpu=on_cpu)
+        return join_calls(calls, decoding=decoding, on_cpu=on_cpu)
 
     def _count_prefilled(self, part: _Part) -> None:
         known, count = len(part.sequence.cached), len(part.pending) - part.samples

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from agentrl_train.engine.constraint import Grammars, Matcher, unpacked
+from agentrl_train.engine.constraint import Grammars, Matcher, unpack_sets
 from agentrl_train.engine.transfer import Fingerprint, fingerprint
 from agentrl_train.errors import ConstraintError
 
@@ -114,7 +114,7 @@ class _Mask:
             self._matcher.advance(token)
         self._seen = len(output_ids)
         try:
-            (allowed,) = unpacked([self._matcher.allowed()], logits.shape[-1])
+            (allowed,) = unpack_sets([self._matcher.allowed()], logits.shape[-1])
         except ConstraintError:
             allowed = torch.zeros(logits.shape[-1], dtype=torch.bool)
             allowed[self._stop] = True

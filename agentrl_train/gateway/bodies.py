@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from agentrl_train.gateway.chat_completions import Fields, validated
+from agentrl_train.gateway.chat_completions import Fields, validate_as
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.tool_calls.turn import encodable
 
@@ -20,7 +20,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-async def parsed(
+async def parse_body(
     request: Request, model: type[_Body], *, fields: Fields | None = None, ignored: Collection[str] = ()
 ) -> _Body:
     """Return the body of a request as a model.
@@ -44,7 +44,7 @@ async def parsed(
     if fields is not None:
         fields.check(body)
     try:
-        return validated(model, body)
+        return validate_as(model, body)
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
 

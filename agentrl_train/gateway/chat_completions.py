@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.gateway.constraints import chosen, schema_of
+from agentrl_train.gateway.constraints import schema_of, tool_choice_fields
 from agentrl_train.gateway.errors import InvalidRequest, ignoring
 from agentrl_train.gateway.recorder import Call
 from agentrl_train.tool_calls.grammars import Constraint
@@ -167,7 +167,7 @@ class ChatRequest(SamplingFields):
             if isinstance(choice, Mapping):
                 choice = {"type": "function", **choice}
         return Constraint(
-            **chosen(choice, self.specs, param=name),
+            **tool_choice_fields(choice, self.specs, param=name),
             choice_parameter=name,
             schema=schema_of(self.response_format, param="response_format"),
             parallel=self.parallel_tool_calls is not False and not self.legacy,
@@ -250,7 +250,7 @@ class Fields:
 FIELDS = Fields(read=ChatRequest.model_fields, unread=HARMLESS, unsupported=UNSUPPORTED)
 
 
-def validated(model: type[_Model], value: Any, *, within: str = "") -> _Model:
+def validate_as(model: type[_Model], value: Any, *, within: str = "") -> _Model:
     """Return a value of a request as a model. Raises ``InvalidRequest`` with the location of an error.
 
     Args:

@@ -73,7 +73,9 @@ def unsupported(constraint: Constraint, reason: str) -> InvalidRequest:
     )
 
 
-def chosen(value: Any, tools: Sequence[ToolSpec], *, param: str = "tool_choice") -> dict[str, Any]:
+def tool_choice_fields(
+    value: Any, tools: Sequence[ToolSpec], *, param: str = "tool_choice"
+) -> dict[str, Any]:
     """Return a ``tool_choice`` of either of OpenAI's APIs as fields of ``Constraint``.
 
     Raises:

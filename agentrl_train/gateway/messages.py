@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from agentrl_train.chat import ChatFormat
-from agentrl_train.gateway.chat_completions import Fields, SamplingFields, text_of, validated
-from agentrl_train.gateway.constraints import chosen, schema_of
+from agentrl_train.gateway.chat_completions import Fields, SamplingFields, text_of, validate_as
+from agentrl_train.gateway.constraints import schema_of, tool_choice_fields
 from agentrl_train.gateway.errors import GatewayError, InvalidRequest, ignoring
 from agentrl_train.gateway.recorder import Call
 from agentrl_train.tool_calls.grammars import Constraint
@@ -105,7 +105,7 @@ class MessagesRequest(SamplingFields):
         choice = self.tool_choice or _Choice(type="auto")
         words: Any = {"any": "required", "tool": {"type": "function", "name": choice.name}}
         return Constraint(
-            **chosen(words.get(choice.type, choice.type), self.specs),
+            **tool_choice_fields(words.get(choice.type, choice.type), self.specs),
             schema=schema_of((self.output_config or {}).get("format"), param="output_config"),
             schema_parameter="output_config",
             parallel=not choice.disable_parallel_tool_use,
@@ -155,7 +155,7 @@ def _chat_messages(message: _Message, where: str) -> Iterator[Message]:
     content = text_of(texts) if texts else None
     if message.role == "assistant":
         uses = [block for block in blocks if block.get("type") == "tool_use"]
-        yield Message.assistant(content, *(validated(_ToolUse, use, within=where).call() for use in uses))
+        yield Message.assistant(content, *(validate_as(_ToolUse, use, within=where).call() for use in uses))
         return
     for block in blocks:
         if block.get("type") == "tool_result":

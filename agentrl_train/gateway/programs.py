@@ -187,7 +187,7 @@ class AgentProgram:
                     f"the program exited with status {process.returncode}: "
                     f"{_last_lines(errors) or 'it printed no error'}"
                 )
-            return _printed(output)
+            return _printed_reward(output)
 
     def _environment(self, base_url: str, key: str, sample_file: Path) -> dict[str, str]:
         """Return the environment variables of a command."""
@@ -316,7 +316,7 @@ async def _until_ended(process: asyncio.subprocess.Process, *printed: IO[bytes])
         ended.cancel()
 
 
-def _printed(output: IO[bytes]) -> Any:
+def _printed_reward(output: IO[bytes]) -> Any:
     """Return the reward in the last line of a program's output; None if the line is something else."""
     last = _last_lines(output, count=1)
     try:

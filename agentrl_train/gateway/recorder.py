@@ -151,9 +151,9 @@ class Recorder:
             if last.request == request and (last.lost or retried):
                 last.lost = False
                 return last, True
-        before = self._continued(keys, tools, agent)
+        before = self._last_answer(keys, tools, agent)
         if before is None:
-            conversation, new = self._opened(messages, keys, tools, agent), messages
+            conversation, new = self._open_conversation(messages, keys, tools, agent), messages
             prompt = context = self._chat.opening(messages, tools)
         else:
             new = _with_ids(messages, before)[before.end :]
@@ -188,7 +188,7 @@ class Recorder:
         Raises:
             Exception: the template refuses the messages, mostly with one of ``chat.REFUSALS``.
         """
-        before = self._continued([self._key(message) for message in messages], tools, None)
+        before = self._last_answer([self._key(message) for message in messages], tools, None)
         if before is None:
             return len(self._chat.opening(messages, tools))
         return len(before.tokens) + len(self._reply(_with_ids(messages, before)[before.end :], before))
@@ -288,19 +288,19 @@ class Recorder:
             opening=one.opening,
         )
 
-    def _continued(self, keys: Sequence[Key], tools: Sequence[ToolSpec], agent: str | None) -> Call | None:
+    def _last_answer(self, keys: Sequence[Key], tools: Sequence[ToolSpec], agent: str | None) -> Call | None:
         """Return the last answer in the longest recorded beginning of these messages, if there is one."""
         found: Call | None = None
         for conversation in self._conversations:
             if conversation.tools != tuple(tools) or agent not in (None, conversation.agent):
                 continue
-            shared = _shared(conversation.keys, keys)
+            shared = _shared_length(conversation.keys, keys)
             for call in conversation.settled:
                 if call.end <= shared and (found is None or call.end > found.end):
                     found = call
         return found
 
-    def _opened(
+    def _open_conversation(
         self,
         messages: Sequence[Message],
         keys: list[Key],
@@ -329,7 +329,7 @@ class Recorder:
         newest = next((call.conversation for call in reversed(self._answered) if call.settled), None)
         new.parent = newest or self._conversations[0]
         if related and newest not in related:
-            new.parent = max(related, key=lambda one: _shared(one.keys, keys))
+            new.parent = max(related, key=lambda one: _shared_length(one.keys, keys))
         new.reason = "rewritten" if rewritten else "sub_agent"
         new.after = next(reversed(new.parent.settled), None)
         new.agent = agent or (new.parent.agent if rewritten else f"agent_{number}")
@@ -424,7 +424,7 @@ def _with_ids(messages: Sequence[Message], before: Call) -> list[Message]:
     ]
 
 
-def _shared(one: Sequence[Key], other: Sequence[Key]) -> int:
+def _shared_length(one: Sequence[Key], other: Sequence[Key]) -> int:
     """Return the length of the common beginning of two sequences."""
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))

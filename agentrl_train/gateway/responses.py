@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 
 from agentrl_env.types import FunctionCall, Message, ToolCall, ToolSpec
 from agentrl_train.gateway import chat_completions
-from agentrl_train.gateway.chat_completions import Function, SamplingFields, text_of, validated
-from agentrl_train.gateway.constraints import chosen, schema_of
+from agentrl_train.gateway.chat_completions import Function, SamplingFields, text_of, validate_as
+from agentrl_train.gateway.constraints import schema_of, tool_choice_fields
 from agentrl_train.gateway.errors import InvalidRequest
 from agentrl_train.gateway.recorder import Call
 from agentrl_train.tool_calls.grammars import Constraint
@@ -52,7 +52,7 @@ class ResponseRequest(SamplingFields):
     def constraint(self) -> Constraint:
         """Return the required form of the answer. Raises ``InvalidRequest`` for an unknown form."""
         return Constraint(
-            **chosen(self.tool_choice, self.specs),
+            **tool_choice_fields(self.tool_choice, self.specs),
             schema=schema_of(self.text.format if self.text else None, param="text"),
             schema_parameter="text",
             parallel=self.parallel_tool_calls is not False,
@@ -102,7 +102,7 @@ class _CallItem(BaseModel):
 
     def call(self) -> ToolCall:
         """Return the call, as the policy wrote it."""
-        name = self.name if self.namespace is None else _joined(self.namespace, self.name)
+        name = self.name if self.namespace is None else _join_name(self.namespace, self.name)
         return ToolCall(id=self.call_id, function=FunctionCall(name=name, arguments=self.arguments))
 
 
@@ -112,7 +112,7 @@ class _Namespace(BaseModel):
     tools: list[dict[str, Any]]
 
 
-def _joined(namespace: str, name: str) -> str:
+def _join_name(namespace: str, name: str) -> str:
     """Return the name of a namespace's function for the policy, which sees only plain functions."""
     return f"{namespace}__{name}"
 
@@ -123,15 +123,15 @@ def _functions(tool: dict[str, Any], *, within: str) -> Iterator[tuple[Function,
     The description of a namespace opens the descriptions of its functions.
     """
     if tool.get("type") == "function":
-        yield validated(Function, tool, within=within), None
+        yield validate_as(Function, tool, within=within), None
     elif tool.get("type") == "namespace":
-        space = validated(_Namespace, tool, within=within)
+        space = validate_as(_Namespace, tool, within=within)
         for number, one in enumerate(space.tools):
             if one.get("type") != "function":
                 raise _no_function(one)
-            function = validated(Function, one, within=f"{within}.tools.{number}")
+            function = validate_as(Function, one, within=f"{within}.tools.{number}")
             text = "\n".join(filter(None, (space.description, function.description)))
-            named = {"name": _joined(space.name, function.name), "description": text}
+            named = {"name": _join_name(space.name, function.name), "description": text}
             yield function.model_copy(update=named), (space.name, function.name)
     else:
         raise _no_function(tool)
@@ -158,7 +158,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             open_turn = False
             continue
         if kind == "function_call":
-            call = validated(_CallItem, item, within=f"input.{number}").call()
+            call = validate_as(_CallItem, item, within=f"input.{number}").call()
             before = found.pop() if open_turn else Message.assistant()
             found.append(Message.assistant(before.content, *(before.tool_calls or ()), call))  # type: ignore[arg-type]
             open_turn = True

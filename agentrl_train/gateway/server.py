@@ -44,7 +44,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.errors import ConfigError, ConstraintError, EngineError
 from agentrl_train.gateway import chat_completions, responses
 from agentrl_train.gateway import messages as anthropic
-from agentrl_train.gateway.bodies import parsed
+from agentrl_train.gateway.bodies import parse_body
 from agentrl_train.gateway.chat_completions import ChatAnswer, ChatRequest, SamplingFields
 from agentrl_train.gateway.constraints import constraints_of, unsupported
 from agentrl_train.gateway.errors import (
@@ -463,7 +463,9 @@ class Gateway:
         return self.sessions[key]
 
     async def _chat_completions(self, request: Request, session: Session) -> Response:
-        asked = await parsed(request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored)
+        asked = await parse_body(
+            request, ChatRequest, fields=chat_completions.FIELDS, ignored=session.ignored
+        )
         asked.check()
         session.check_sampling(asked)
         messages = asked.conversation
@@ -487,7 +489,7 @@ class Gateway:
         return _stream([*lines, "data: [DONE]\n\n"])
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = await parsed(request, ResponseRequest, fields=responses.FIELDS, ignored=session.ignored)
+        asked = await parse_body(request, ResponseRequest, fields=responses.FIELDS, ignored=session.ignored)
         session.check_sampling(asked)
         previous = asked.previous_response_id
         earlier = session.earlier(previous) if previous else []
@@ -507,7 +509,7 @@ class Gateway:
         return _stream(_events(answer.events()))
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        asked = await parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
+        asked = await parse_body(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         asked.check()
         session.check_sampling(asked)
         call = await session.answer(
@@ -522,11 +524,11 @@ class Gateway:
         return _stream(_events(answer.events())) if asked.stream else JSONResponse(answer.body())
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        asked = await parsed(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
+        asked = await parse_body(request, MessagesRequest, fields=anthropic.FIELDS, ignored=session.ignored)
         return JSONResponse({"input_tokens": session.count(asked.conversation, asked.specs)})
 
     async def _reward(self, request: Request, session: Session) -> Response:
-        session.reward(await parsed(request, Reward))
+        session.reward(await parse_body(request, Reward))
         return JSONResponse({"ok": True})
 
     async def _end(self, request: Request, session: Session) -> Response:
@@ -566,7 +568,7 @@ def _stream(lines: Iterator[str] | Sequence[str]) -> Response:
     return StreamingResponse(content(), media_type="text/event-stream")
 
 
-def _failed(request: Request, error: GatewayError, *, status: int | None = None) -> Response:
+def _error_response(request: Request, error: GatewayError, *, status: int | None = None) -> Response:
     status = status or error.status
     of_anthropic = "/messages" in request.url.path
     body = anthropic.error_body(error, status=status) if of_anthropic else error.body()
@@ -574,16 +576,16 @@ def _failed(request: Request, error: GatewayError, *, status: int | None = None)
 
 
 async def _error(request: Request, error: GatewayError) -> Response:
-    return _failed(request, error)
+    return _error_response(request, error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
         message += "; below the base_url, /s/KEY/v1, are chat/completions, responses, messages and models"
-    return _failed(request, InvalidRequest(message), status=error.status_code)
+    return _error_response(request, InvalidRequest(message), status=error.status_code)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     logger.exception("a request of %s failed", request.url.path, exc_info=error)
-    return _failed(request, GatewayError(f"{type(error).__name__}: {error}"))
+    return _error_response(request, GatewayError(f"{type(error).__name__}: {error}"))

@@ -28,7 +28,7 @@ def check_attention(model: PreTrainedModel) -> None:
     if not has_masks(model) or model.config._attn_implementation != ATTENTION:
         return
     sequences = probes(model)
-    row = one_row(*(_sampled(token_ids) for token_ids in sequences))
+    row = one_row(*(_sampled_tokens(token_ids) for token_ids in sequences))
     found, _ = sampled_logprobs(model, row)
     sizes = [len(token_ids) - 1 for token_ids in sequences]
     try:
@@ -37,7 +37,7 @@ def check_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"{error}; set model.attention = 'eager'") from error
 
 
-def _sampled(token_ids: Sequence[int]) -> TokenSequence:
+def _sampled_tokens(token_ids: Sequence[int]) -> TokenSequence:
     """Return a sequence of tokens that are all sampled, except the first."""
     mask = (np.arange(len(token_ids)) > 0).astype(np.float32)
     return TokenSequence(

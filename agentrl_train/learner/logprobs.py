@@ -25,10 +25,10 @@ from transformers import AttentionInterface
 
 from agentrl_train.batch import Row, alphabetical, families, joined_sets, pack_rows, shared_beginning
 from agentrl_train.models.architecture import (
+    additive_mask,
     attend,
     can_be_causal,
     has_masks,
-    hiding,
     layer_types,
     reach,
     read_logits,
@@ -188,7 +188,7 @@ class _Scores(torch.autograd.Function):
         logprobs, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
         ctx.allowed, ctx.sets = allowed, sets
         for rows in _blocks(logits):
-            scores = _log_softmax(logits[rows], temperature, _forbidden(ctx, rows, logits.shape[1]))
+            scores = _log_softmax(logits[rows], temperature, _forbidden_tokens(ctx, rows, logits.shape[1]))
             logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
             entropy[rows] = scores.exp().mul_(scores).sum(-1).neg_()
         ctx.save_for_backward(logits, targets, entropy)
@@ -203,7 +203,9 @@ class _Scores(torch.autograd.Function):
         of_logprobs, of_entropy = gradients
         found = torch.empty_like(logits)
         for rows in _blocks(logits):
-            scores = _log_softmax(logits[rows], ctx.temperature, _forbidden(ctx, rows, logits.shape[1]))
+            scores = _log_softmax(
+                logits[rows], ctx.temperature, _forbidden_tokens(ctx, rows, logits.shape[1])
+            )
             shares = scores.exp()
             if of_entropy is not None:
                 scores.add_(entropy[rows, None]).mul_(shares).mul_(-of_entropy[rows, None])
@@ -224,7 +226,7 @@ def _log_softmax(logits: Tensor, temperature: float, forbidden: Tensor | None) -
     return scaled.log_softmax(-1)
 
 
-def _forbidden(ctx: Any, rows: slice, vocabulary: int) -> Tensor | None:
+def _forbidden_tokens(ctx: Any, rows: slice, vocabulary: int) -> Tensor | None:
     """Return the forbidden tokens of rows, [rows, vocabulary], or None if no token is forbidden."""
     if ctx.sets is None or not bool(ctx.allowed[rows].any()):
         return None
@@ -323,7 +325,7 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
     for i in alphabetical(sequences):
         one = sequences[i]
         same = shared_beginning(before, one)
-        path = _truncated(path, same)
+        path = _truncate(path, same)
         if added := len(one) - same:
             branches.append(Branch(begin=size, end=size + added, context=tuple(path)))
             path = [*path, (size, size + added)]
@@ -334,7 +336,7 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
     return PrefixTree(kept=np.concatenate(kept), places=places, branches=branches)
 
 
-def _truncated(path: Sequence[Span], length: int) -> list[Span]:
+def _truncate(path: Sequence[Span], length: int) -> list[Span]:
     """Return the first ``length`` tokens of a path, with adjacent spans joined."""
     found: list[Span] = []
     for begin, end in path:
@@ -387,12 +389,14 @@ def segment_attention(
     for branch in _segments(position_ids, query.shape[2]) if branches is None else branches:
         asked = query[:, :, branch.begin : branch.end]
         spans = [*branch.context, (branch.begin, branch.end)]
-        keys, values = (_joined([one[:, :, begin:end] for begin, end in spans]) for one in (key, value))
-        found += _attended(asked, keys, values, config=config, kind=kind, score=score, masks=branch.masks)
+        keys, values = (_concatenate([one[:, :, begin:end] for begin, end in spans]) for one in (key, value))
+        found += _attend_in_parts(
+            asked, keys, values, config=config, kind=kind, score=score, masks=branch.masks
+        )
     return torch.cat([one.transpose(1, 2) for one in found], dim=1), None
 
 
-def _attended(
+def _attend_in_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -413,13 +417,13 @@ def _attended(
         end, first = min(begin + size, length), max(0, begin + 1 - size if window < length else 0)
         queries, nearby = places[begin:end, None], places[first:end]
         if (one := (kind, begin, query.dtype)) not in masks:
-            masks[one] = hiding(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
+            masks[one] = additive_mask(config, kind, queries=queries, keys=nearby, dtype=query.dtype)
         asked, near = query[:, :, begin - start : end - start], slice(first, end)
         found.append(score(asked, key[:, :, near], value[:, :, near], mask=masks[one]))
     return found
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -527,7 +531,7 @@ def _inputs(model: PreTrainedModel, micro: MicroBatch, part: Part, *, device: to
     inputs: dict[str, Any] = {"input_ids": _cut(micro.token_ids, part).to(device)}
     if attends_to_segments(model):
         inputs["position_ids"] = _cut(micro.position_ids, part).to(device)
-        positions = _padded(micro.position_ids, part)
+        positions = _pad(micro.position_ids, part)
         inputs["branches"] = _segments(positions, positions.shape[1])
     elif int(micro.segment_ids.max()) > 1:
         raise ValueError(
@@ -544,8 +548,8 @@ def _next(values: Tensor, part: Part) -> Tensor:
 
 def _cut(values: Tensor, part: Part) -> Tensor:
     index, count = part
-    return _padded(values, part).chunk(count, dim=1)[index]
+    return _pad(values, part).chunk(count, dim=1)[index]
 
 
-def _padded(values: Tensor, part: Part) -> Tensor:
+def _pad(values: Tensor, part: Part) -> Tensor:
     return pad(values, (0, -values.shape[1] % part[1]))

@@ -120,7 +120,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
                 f"it changes {layer} by a matrix of the shape {(len(b), a.shape[1])}, and its base model has "
                 f"the shape {tuple(weight.shape)}: correct base_model_name_or_path in its {CONFIG}"
             )
-        weight.add_((_scaling(config, layer, rank=len(a)) * (b @ a)).to(weight))
+        weight.add_((_scale(config, layer, rank=len(a)) * (b @ a)).to(weight))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _weight(model: PreTrainedModel, layer: str) -> Tensor:
     return module.weight
 
 
-def _scaling(config: Mapping[str, Any], layer: str, *, rank: int) -> float:
+def _scale(config: Mapping[str, Any], layer: str, *, rank: int) -> float:
     """Return the factor of the product of a layer's matrices."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))

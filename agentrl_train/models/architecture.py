@@ -116,7 +116,7 @@ def reach(config: PreTrainedConfig, kind: str) -> float:
     return int(config.attention_chunk_size) if kind == CHUNKED else math.inf
 
 
-def hiding(
+def additive_mask(
     config: PreTrainedConfig, kind: str, *, queries: Tensor, keys: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return a mask to add to the scores of a layer, with -inf if a query does not see a key.

@@ -118,11 +118,11 @@ def ties(differences: Differences, *, density: float) -> Tensor:
     TIES-Merging (arXiv 2306.01708): keep the share ``density`` of the largest differences, elect the sign of
     the larger total, and average the differences with this sign.
     """
-    total, _ = _sum(_trimmed(difference, density) for difference in differences())
+    total, _ = _sum(_trim(difference, density) for difference in differences())
     sign = total.sign()
     agreeing, count = torch.zeros_like(total), torch.zeros_like(total)
     for difference in differences():
-        kept = _trimmed(difference, density)
+        kept = _trim(difference, density)
         agrees = (kept.sign() == sign) & (sign != 0)
         agreeing += torch.where(agrees, kept, 0.0)
         count += agrees
@@ -170,7 +170,7 @@ def _ratio(shared: int, unique: int) -> float:
     return shared / unique if unique else math.inf if shared else 0.0
 
 
-def _trimmed(difference: Tensor, density: float) -> Tensor:
+def _trim(difference: Tensor, density: float) -> Tensor:
     size = difference.abs()
     kept = max(1, round(density * size.numel()))
     if kept == size.numel():

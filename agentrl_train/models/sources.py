@@ -50,11 +50,11 @@ def local_model(source: str | Path) -> str:
     if name.startswith(PACKAGE):
         pattern = name.removeprefix(PACKAGE)
         found = packaged_weights(installed(pattern), name=pattern)
-        return str(found) if isinstance(found, Path) else _converted(found)
+        return str(found) if isinstance(found, Path) else _convert(found)
     if path.is_file():
         if not is_gguf(path):
             raise ConfigError(f"{path} is not a GGUF file: give a .gguf file or a model folder")
-        return _converted([path])
+        return _convert([path])
     if name in KNOWN_MODELS and not path.exists():
         if hint := fetch_hint(name):
             raise ConfigError(hint)
@@ -62,7 +62,7 @@ def local_model(source: str | Path) -> str:
     return name
 
 
-def _converted(parts: Sequence[Part]) -> str:
+def _convert(parts: Sequence[Part]) -> str:
     """Return the folder with the dequantized weights of a GGUF file."""
     folder = model_folder(f"{CONVERTED}-{digest(parts)[:16]}")
     if not folder.is_dir():
@@ -114,11 +114,11 @@ def installed(pattern: str) -> list[Distribution]:
     Raises:
         ConfigError: no package has the name.
     """
-    wanted = _normalized(pattern)
+    wanted = _normalize(pattern)
     found = {
         name: one
         for one in distributions()
-        if one.metadata is not None and fnmatchcase(name := _normalized(one.metadata["Name"] or ""), wanted)
+        if one.metadata is not None and fnmatchcase(name := _normalize(one.metadata["Name"] or ""), wanted)
     }
     if not found:
         raise ConfigError(f"no installed package is named {pattern!r}: install it with pip first")
@@ -169,6 +169,6 @@ def _in_order(numbered: Sequence[tuple[int, Part]], *, name: str) -> list[Part]:
     return [by_number[number] for number in numbers]
 
 
-def _normalized(name: str) -> str:
+def _normalize(name: str) -> str:
     """Return the normalized name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -112,7 +112,7 @@ async def environments(
                 "start_timeout": section.start_timeout_s,
             }
             if section.serve and section.serve[0] in given:
-                url, client = "", await _given(given[section.serve[0]], stack, options=options)
+                url, client = "", await _given_client(given[section.serve[0]], stack, options=options)
             else:
                 url, client = await _client(section, stack, timeout_s=timeout_s, options=options)
             tasks = await _tasks(client, section)
@@ -127,7 +127,7 @@ async def environments(
                 harder[name] = [_source(info, split) for split in others]
                 held_out[name] = _source(info, section.eval_split)
                 if gateway is not None and section.program is not None:
-                    run = _launched(section.program, info, url=url, timeout_s=timeout_s)
+                    run = _launch_command(section.program, info, url=url, timeout_s=timeout_s)
                     run = run or _run_of(section.program)
                     programs[name] = _program(section, gateway, run=run, url=url, stated=stated)
         if unknown := levels.keys() - clients.keys():
@@ -154,7 +154,7 @@ def _check_program(program: Program) -> None:
         launcher.check_installed()
 
 
-def _launched(program: Program, task: TaskInfo, *, url: str, timeout_s: float) -> list[str] | None:
+def _launch_command(program: Program, task: TaskInfo, *, url: str, timeout_s: float) -> list[str] | None:
     """Return the command line of a launcher for a task, or None for another program."""
     launcher = find_launcher(program.run)
     if launcher is None:
@@ -216,7 +216,7 @@ async def _client(
     return url, await stack.enter_async_context(client)
 
 
-async def _given(source: Given, stack: AsyncExitStack, *, options: Mapping[str, Any]) -> EnvClient:
+async def _given_client(source: Given, stack: AsyncExitStack, *, options: Mapping[str, Any]) -> EnvClient:
     """Return a client of a given environment. Clients of the caller stay open, without their connections."""
     if isinstance(source, EnvClient):
         if isinstance(source.backend, HttpBackend):

@@ -210,7 +210,7 @@ def cluster(processes: Processes, follower: Follower) -> Iterator[RayLauncher]:
         group = placement_group(requested, strategy=strategy(processes))
         try:
             if not group.wait(chosen.timeout_s):
-                raise ConfigError(_lacking(requested, strategy(processes), chosen.timeout_s))
+                raise ConfigError(_missing_resources(requested, strategy(processes), chosen.timeout_s))
             yield RayLauncher(processes, follower, group)
         finally:
             remove_placement_group(group)
@@ -236,7 +236,7 @@ def _connect(processes: Processes, *, address: str | None) -> None:
         ) from error
 
 
-def _lacking(requested: Sequence[Bundle], how: str, waited_s: float) -> str:
+def _missing_resources(requested: Sequence[Bundle], how: str, waited_s: float) -> str:
     needed = {key: sum(bundle.get(key, 0.0) for bundle in requested) for key in ("CPU", "GPU")}
     free = ray.available_resources()
     return (

@@ -66,7 +66,7 @@ async def measured_lengths(
         client = clients[source.task]
         info = (await client.tasks())[source.task]
         if "expert" in info.capabilities:
-            found.append(of_experts(source.task, await _played(client, chat, source, episodes)))
+            found.append(of_experts(source.task, await _play(client, chat, source, episodes)))
             continue
         session = await client.open(source.task, split=source.split, index=0)
         await session.close()
@@ -77,7 +77,7 @@ async def measured_lengths(
     return found
 
 
-async def _played(
+async def _play(
     client: EnvClient, chat: ChatFormat, source: TaskSource, episodes: int
 ) -> list[tuple[TokenSequence, bool]]:
     """Return the tokens and the success of expert episodes."""

@@ -17,19 +17,19 @@ Combination = Callable[[Mapping[str, Values], Mapping[str, float]], Values]
 
 def weighted(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
     """Return the weighted sum of the scores."""
-    total: Values = _weighted(scores, weights).sum(axis=0)
+    total: Values = _weigh(scores, weights).sum(axis=0)
     return total
 
 
 def lowest(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
     """Return the lowest weighted score, so that the least satisfied grader decides."""
-    found: Values = _weighted(scores, weights).min(axis=0)
+    found: Values = _weigh(scores, weights).min(axis=0)
     return found
 
 
 def highest(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
     """Return the highest weighted score."""
-    found: Values = _weighted(scores, weights).max(axis=0)
+    found: Values = _weigh(scores, weights).max(axis=0)
     return found
 
 
@@ -68,7 +68,7 @@ def adaptive(
         temperature: smaller values give more weight to the least satisfied score.
         fair: smallest fairness with which the mean is used.
     """
-    values = _weighted(scores, weights)
+    values = _weigh(scores, weights)
     if fairness(values) >= fair:
         middle: Values = values.mean(axis=0)
         return middle
@@ -89,5 +89,5 @@ def fairness(values: Values) -> float:
     return float(shares.mean())
 
 
-def _weighted(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
+def _weigh(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
     return np.array([weights.get(name, 1.0) * values for name, values in scores.items()])

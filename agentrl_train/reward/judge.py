@@ -98,18 +98,18 @@ class Judge:
             ModelFailed: the endpoint did not answer.
             RewardUnavailable: no answer had a score, or a field of the prompt is missing.
         """
-        text = filled(self._prompt, fields)
+        text = fill_prompt(self._prompt, fields)
         request = {"model": self._model, "text": text, **self._options["body"]}
         request["temperature"] = self._temperature
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        if (score := self._cached(digest)) is not None:
+        if (score := self._cached_score(digest)) is not None:
             return score
         if (asking := self._asking.get(digest)) is None:
             asking = self._asking[digest] = asyncio.create_task(self._ask(text, digest))
-            asking.add_done_callback(lambda done: self._asked(digest, done))
+            asking.add_done_callback(lambda done: self._forget_request(digest, done))
         return await asyncio.shield(asking)  # another episode can also wait for it
 
-    def _asked(self, digest: str, done: asyncio.Task[float]) -> None:
+    def _forget_request(self, digest: str, done: asyncio.Task[float]) -> None:
         self._asking.pop(digest)
         if not done.cancelled():
             done.exception()  # it is possible that no episode waits for it any more
@@ -158,7 +158,7 @@ class Judge:
         value = score_value(found[-1] or "", low=low, high=high) if found else None
         return (value - low) / (high - low) if value is not None and low <= value <= high else None
 
-    def _cached(self, digest: str) -> float | None:
+    def _cached_score(self, digest: str) -> float | None:
         """Return the score of a cached answer, or None if the file is damaged."""
         if self._cache is None:
             return None
@@ -197,7 +197,7 @@ def _number(text: str) -> float:
     return float(text.replace("\u2212", "-").replace(",", "."))
 
 
-def filled(prompt: str, fields: Mapping[str, object]) -> str:
+def fill_prompt(prompt: str, fields: Mapping[str, object]) -> str:
     """Return a prompt with its fields filled in. Braces around other text are not changed.
 
     Raises:

@@ -45,11 +45,11 @@ def figure(results: Record, curve: str, *, axis: str = "samples", title: str = "
         axis: "samples" or "steps".
         title: title of the figure, by default the title of the curve.
     """
-    variants = _measured(results)
+    variants = _finished_variants(results)
     if len(variants) <= NUM_COLOURS:
         shown = [_series(variants, curve, axis)]
     else:
-        base = _named(results, results["baseline"])
+        base = _record_of(results, results["baseline"])
         shown = [_pair(one, base, curve, axis) for one in variants if one is not base]
     panels = [
         Panel(chart=_chart(series, curve, axis), names=[(one.name, one.colour) for one in series])
@@ -76,7 +76,7 @@ def _header(results: Record) -> str:
 
 def _tiles(results: Record) -> Iterable[str]:
     if results["ranking"]:
-        best = _named(results, results["ranking"][0])
+        best = _record_of(results, results["ranking"][0])
         yield tile("Best held-out success", percent(best["final"]["success"]["mean"]), best["name"])
     yield tile("Runs", f"{results['finished']} of {results['planned']}", "finished")
     done = [run for run in _all_runs(results) if run["status"] == "finished"]
@@ -88,7 +88,7 @@ def _tiles(results: Record) -> Iterable[str]:
 
 def _ranking(results: Record) -> str:
     rows = "".join(
-        _rank(number, _named(results, name), results)
+        _rank(number, _record_of(results, name), results)
         for number, name in enumerate(results["ranking"], start=1)
     )
     if not rows:
@@ -151,15 +151,15 @@ def _tasks(results: Record) -> str:
 
 
 def _curves(results: Record) -> str:
-    variants = _measured(results)
+    variants = _finished_variants(results)
     if not variants:
         return ""
     if len(variants) <= NUM_COLOURS:
         cards = [_card(variants, curve, axis) for axis in AXES for curve in CURVES]
         note = "Lines are means over seeds, areas their 95 % intervals. Training curves are moving averages."
     else:
-        base = _named(results, results["baseline"])
-        rest = [_named(results, name) for name in results["ranking"] if name != results["baseline"]]
+        base = _record_of(results, results["baseline"])
+        rest = [_record_of(results, name) for name in results["ranking"] if name != results["baseline"]]
         cards = [_against(one, base) for one in rest]
         note = f"Each variant, in blue, and {results['baseline']}, in grey, with 95 % intervals over seeds."
     return f'{section_head("curves", "Curves", note)}<div class="charts">{"".join(cards)}</div>'
@@ -250,12 +250,12 @@ def _all_runs(results: Record) -> list[Record]:
     return [run for variant in results["variants"] for run in variant["runs"]]
 
 
-def _measured(results: Record) -> list[Record]:
+def _finished_variants(results: Record) -> list[Record]:
     """Return the variants with a finished run."""
     return [one for one in results["variants"] if one["final"]["success"] is not None]
 
 
-def _named(results: Record, name: str) -> Record:
+def _record_of(results: Record, name: str) -> Record:
     found: Record = next(one for one in results["variants"] if one["name"] == name)
     return found
 

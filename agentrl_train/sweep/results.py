@@ -53,7 +53,7 @@ def results(sweep: Sweep, *, command: str, failed: Mapping[Path, str]) -> dict[s
     base = next(one for one in variants if one["name"] == sweep.baseline)
     for one in variants:
         one["difference"] = {
-            key: _paired(one["runs"], base["runs"], key) for key in ("success", "greedy", "area")
+            key: _paired_difference(one["runs"], base["runs"], key) for key in ("success", "greedy", "area")
         }
     _adjust([one["difference"]["area"] for one in variants if one is not base])
     ranked = [one for one in variants if one["final"]["success"] is not None]
@@ -233,7 +233,7 @@ def _band(curves: Sequence[Points], *, episodes: float | None) -> list[list[floa
             found = interval(values) or {}
         else:
             found = share_interval(values, episodes=episodes) or {}
-        rows.append([_rounded(x), *(_rounded(found[key]) for key in ("mean", "low", "high"))])
+        rows.append([_round(x), *(_round(found[key]) for key in ("mean", "low", "high"))])
     return rows
 
 
@@ -242,7 +242,7 @@ def _at(x: float, curve: Points) -> float:
     return float(np.interp(x, [point[0] for point in curve], [point[1] for point in curve]))
 
 
-def _paired(
+def _paired_difference(
     runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], key: str
 ) -> dict[str, Any] | None:
     """Return the mean difference to the baseline at equal seeds, its interval and p-value, and ``above``.
@@ -281,5 +281,5 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")

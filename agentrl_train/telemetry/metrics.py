@@ -371,7 +371,7 @@ def _turn(turn: Turn, context: int) -> dict[str, Any]:
 def _evaluation(
     name: str, version: int, task: str, episodes: Sequence[Trajectory], *, greedy: Sequence[Trajectory]
 ) -> dict[str, Any]:
-    counted, likeliest = _counted(episodes), _counted(greedy)
+    counted, likeliest = _counted_episodes(episodes), _counted_episodes(greedy)
     low, high = success_interval(counted)
     return {
         "name": name,
@@ -414,7 +414,7 @@ def mean_metrics(episodes: Iterable[Trajectory]) -> dict[str, float]:
     return {name: fmean(values[name]) for name in sorted(values)}
 
 
-def _counted(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+def _counted_episodes(episodes: Sequence[Trajectory]) -> list[Trajectory]:
     return [one for one in episodes if not one.end.failed]
 
 

@@ -165,11 +165,11 @@ class Progress:
         get = self._metrics.get
         rewards = [line.values["reward"] for line in self._tasks.values() if "reward" in line.values]
         yield "reward", _number(fmean(rewards)) if rewards else None
-        yield from self._learning()
+        yield from self._learning_fields()
         yield "tok/s", _count(get("trained_tokens_per_s"))
         yield "left", _duration(self.seconds_left)
 
-    def _learning(self) -> Iterator[tuple[str, str | None]]:
+    def _learning_fields(self) -> Iterator[tuple[str, str | None]]:
         for name, key in (("loss", "loss"), ("KL", "kl"), ("entropy", "entropy")):
             value = self._metrics.get(key)
             yield name, None if value is None else f"{value:.2g}"
@@ -177,7 +177,7 @@ class Progress:
     def _facts(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         facts: list[tuple[str, str | None]] = [
-            *self._learning(),
+            *self._learning_fields(),
             ("trained tok/s", _of(get("trained_tokens_per_s"), get("trained_tokens_per_s_ceiling"))),
             ("sampled tok/s", _of(get("sampled_tokens_per_s"), get("sampled_tokens_per_s_ceiling"))),
             ("staleness", _pair(get("staleness_mean"), get("staleness_max"))),

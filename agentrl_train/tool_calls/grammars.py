@@ -122,7 +122,7 @@ def _without_calls(parser: ToolParser, tools: Sequence[ToolSpec], writer: Writer
     if not opening:
         raise Unwritable(f"calls in the syntax {parser.name!r} cannot be forbidden; leave the tools out")
     # Only terminals can be excluded. Text never contains control tokens.
-    return f"/(?s:.*)/ & ~/(?s:.*){_escaped(opening)}(?s:.*)/"
+    return f"/(?s:.*)/ & ~/(?s:.*){_escape(opening)}(?s:.*)/"
 
 
 def tags(parser: ToolParser) -> tuple[str, str]:
@@ -136,7 +136,7 @@ def _until(closing: str, writer: Writer, *, name: str) -> str:
     """Return the rule for any text up to a closing tag, and the tag. Blanks before the tag are text."""
     if writer.control(closing.strip()):
         return f"{name}: any_text {writer.written(closing.lstrip())}"
-    return f"{name}[lazy]: /(?s:.*){_escaped(closing)}/"
+    return f"{name}[lazy]: /(?s:.*){_escape(closing)}/"
 
 
 def _calls(
@@ -209,6 +209,6 @@ def _schema(schema: Any, options: dict[str, Any]) -> str:
     return json.dumps(held | {"x-guidance": options})
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text as a part of a regular expression between slashes."""
     return "".join(one if one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)

@@ -68,7 +68,9 @@ def python_calls(source: str) -> list[ParsedCall] | None:
     source = source.strip()
     escaped = source.replace("\n", "\\n")  # strings of several lines in ordinary quotes
     hidden = _KEYWORD.sub(rf"\1{_MARK}", source) if _MARK not in source else source
-    for attempt in dict.fromkeys((source, escaped, hidden, hidden.replace("\n", "\\n"), _quoted(source))):
+    for attempt in dict.fromkeys(
+        (source, escaped, hidden, hidden.replace("\n", "\\n"), _escape_strings(source))
+    ):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about unknown escapes in strings
@@ -98,7 +100,7 @@ def python_value(text: str) -> Any:
         raise ValueError(f"no literal: {error}") from error
 
 
-def _quoted(source: str) -> str:
+def _escape_strings(source: str) -> str:
     """Return the source with escaped strings. Strings extend to the quote before the next part."""
     parts, position = [], 0
     while start := _STRING.search(source, position):
@@ -118,7 +120,7 @@ def _call(node: ast.AST, source: str) -> ParsedCall:
         arguments: dict[str, Any] = {}
         for argument in node.keywords:
             value = _literal(argument.value)
-            arguments |= value if argument.arg is None else {_shown(argument.arg): value}
+            arguments |= value if argument.arg is None else {_without_marks(argument.arg): value}
         return called(_name(node.func), arguments, text)
     except (ValueError, TypeError, RecursionError):
         return unreadable(text)
@@ -126,9 +128,9 @@ def _call(node: ast.AST, source: str) -> ParsedCall:
 
 def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{_shown(node.attr)}"
+        return f"{_name(node.value)}.{_without_marks(node.attr)}"
     if isinstance(node, ast.Name):
-        return _shown(node.id)
+        return _without_marks(node.id)
     raise ValueError("no name")
 
 
@@ -140,7 +142,7 @@ def _literal(node: ast.expr) -> Any:
     """
     match node:
         case ast.Constant(value=str() as text):
-            return _shown(text)
+            return _without_marks(text)
         case ast.Constant(value=bool() | int() | float() | None as value):
             return value
         case ast.Name(id=name) if name in _CONSTANTS:
@@ -161,7 +163,7 @@ def _key(node: ast.expr | None) -> str:
     return key
 
 
-def _shown(text: str) -> str:
+def _without_marks(text: str) -> str:
     return text.replace(_MARK, "")
 
 

@@ -85,12 +85,12 @@ class XmlFamily(Family):
 
     def write(self, calls: Sequence[ParsedCall]) -> str:
         """Return the calls in their blocks."""
-        bodies = list(map(self._written, calls))
+        bodies = list(map(self._write, calls))
         if self.shared_block:
             return f"{self.block[0]}{''.join(bodies)}{self.block[1]}"
         return "\n".join(f"{self.block[0]}{body}{self.block[1]}" for body in bodies)
 
-    def _written(self, call: ParsedCall) -> str:
+    def _write(self, call: ParsedCall) -> str:
         parts = []
         for key, value in arguments_of(call).items():
             text = value if isinstance(value, str) else model_json(value)
@@ -169,11 +169,11 @@ def argument_types(schema: Mapping[str, Any], key: str) -> Set[str]:
         if not isinstance(part, Mapping):
             continue
         declared = part.get("type")
-        types.update(name for name in [declared, *_listed(declared)] if isinstance(name, str))
-        values = [part["const"]] if "const" in part else _listed(part.get("enum"))
+        types.update(name for name in [declared, *_as_list(declared)] if isinstance(name, str))
+        values = [part["const"]] if "const" in part else _as_list(part.get("enum"))
         types.update(_TYPES[type(value)] for value in values if type(value) in _TYPES)
         for choices in ("anyOf", "oneOf", "allOf"):
-            pending += _listed(part.get(choices))
+            pending += _as_list(part.get(choices))
         reference = part.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
@@ -184,7 +184,7 @@ def argument_types(schema: Mapping[str, Any], key: str) -> Set[str]:
     return types
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

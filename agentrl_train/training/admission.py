@@ -462,21 +462,21 @@ class WorkWindow:
             return limit
         return min(limit, self._total_steps * self._per_step)
 
-    def _untrained(self) -> set[int]:
+    def _untrained_groups(self) -> set[int]:
         return self._waiting.keys() | self._in_flight.keys() | self._finished
 
     def _ranks(self) -> dict[int, int]:
         """Return the rank of each group in the order of admission, without dropped ones."""
-        ids = sorted(self._trained_ahead | self._untrained())
+        ids = sorted(self._trained_ahead | self._untrained_groups())
         return {group_id: self._behind + rank for rank, group_id in enumerate(ids)}
 
     def _rank(self, group_id: int) -> int:
         """Return the rank of a group, or of the next group to draw."""
-        return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained())
+        return self._behind + sum(one < group_id for one in self._trained_ahead | self._untrained_groups())
 
     def _compact(self) -> None:
         """Replace the leading trained groups by a count."""
-        head = min(self._untrained(), default=self._next_id)
+        head = min(self._untrained_groups(), default=self._next_id)
         past = {group_id for group_id in self._trained_ahead if group_id < head}
         self._trained_ahead -= past
         self._behind += len(past)

@@ -265,7 +265,7 @@ def forget_later(evaluations: Path, *, last: int) -> None:
             shutil.rmtree(step_folder(evaluations, step), ignore_errors=True)
 
 
-def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeRecord:
+def to_record(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeRecord:
     """Return the record of an episode. The turns of all segments follow one another."""
     sides: dict[EpisodeEnd, Literal["model", "environment"]] = {EpisodeEnd.FAILED_ENGINE: "model"}
     started = datetime.now(UTC) - timedelta(seconds=trajectory.seconds)
@@ -299,7 +299,7 @@ def recorded(trajectory: Trajectory, *, index: int, attempt: int) -> EpisodeReco
     )
 
 
-def restored(record: EpisodeRecord, *, task: str, split: str) -> Trajectory:
+def from_record(record: EpisodeRecord, *, task: str, split: str) -> Trajectory:
     """Return a recorded episode, without its tokens."""
     return Trajectory(
         sample=TaskSample(task=task, split=split, index=record.index, seed=record.seed or 0),
@@ -393,12 +393,12 @@ async def _evaluate_task(
 
     async def play(index: int, attempt: int) -> Trajectory:
         if file is not None and (known := file.run.episodes.get((index, attempt))) and not known.failed:
-            return restored(known, task=task, split=split)
+            return from_record(known, task=task, split=split)
         draw_seed = (seed, sample_seed(task, index))
         episode = Episode(task=task, split=split, index=index, seed=None, draw_seed=draw_seed)
         trajectory = await actor.sibling(episode, number=attempt)
         if journal is not None and file is not None:
-            await journal.append(file, recorded(trajectory, index=index, attempt=attempt))
+            await journal.append(file, to_record(trajectory, index=index, attempt=attempt))
         return trajectory
 
     plan = [play(index, attempt) for index in indices for attempt in range(attempts)]

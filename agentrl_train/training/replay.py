@@ -2,12 +2,12 @@
 
 A buffer is never changed: each method returns a new one. In each step, in this order::
 
-    noted   the mean returns of the step's groups join a history, first in, first out
-    drawn   some earlier episodes leave the buffer, each with the advantage R - quantile(history of its task)
-    added   the step's episodes with a positive advantage join it
+    with_returns   the mean returns of the step's groups join a history, first in, first out
+    draw           earlier episodes leave the buffer, with the advantage R - quantile(history of the task)
+    with_episodes  the step's episodes with a positive advantage join it
 
-The advantage is computed anew, because the baseline of an episode is out of date once the policy is better;
-an episode whose advantage has fallen below 0 leaves the buffer untrained.
+The advantage is computed again, because the baseline of an episode is out of date once the policy is better.
+An episode with an advantage below 0 leaves the buffer untrained.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Replay:
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Task -> mean returns of its groups, oldest first."""
 
-    def noted(self, groups: Sequence[TrajectoryGroup], returns: Sequence[Values], *, length: int) -> Replay:
+    def with_returns(
+        self, groups: Sequence[TrajectoryGroup], returns: Sequence[Values], *, length: int
+    ) -> Replay:
         """Return the buffer with the mean returns of groups added to its history of ``length`` per task."""
         history = dict(self.history)
         for group, earned in zip(groups, returns, strict=True):
@@ -59,7 +61,7 @@ class Replay:
         """Return the baseline of each task: a quantile of its history."""
         return {task: float(np.quantile(means, quantile)) for task, means in self.history.items()}
 
-    def drawn(
+    def draw(
         self, *, step: int, count: int, max_age: int, quantile: float, seed: Sequence[int]
     ) -> tuple[list[tuple[TrajectoryGroup, float]], Replay]:
         """Return episodes to train on with their advantages, and the buffer without them.
@@ -80,7 +82,7 @@ class Replay:
         rest = tuple(one for i, (_, one) in enumerate(good) if i not in chosen)
         return found, replace(self, episodes=rest)
 
-    def added(
+    def with_episodes(
         self,
         groups: Sequence[TrajectoryGroup],
         returns: Sequence[Values],
@@ -122,7 +124,7 @@ def read_replay(folder: Path) -> Replay:
     return Replay(episodes=tuple(episodes), history=history)
 
 
-def joined(batches: Sequence[Batch], others: Sequence[Batch], *, weight: float) -> list[Batch]:
+def join(batches: Sequence[Batch], others: Sequence[Batch], *, weight: float) -> list[Batch]:
     """Return the batches with the micro-batches of ``others`` added, their loss multiplied by ``weight``."""
     found = []
     for one, other in zip_longest(batches, others):

@@ -278,7 +278,7 @@ class Run:
         return Outcome(folder=self._folder, step=step, summary=summary)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
-        if not (await self._evaluated() and await self._evaluate("after")):
+        if not (await self._finish_evaluation() and await self._evaluate("after")):
             return None
         return self._log.write_summary(
             seconds=self._elapsed(),
@@ -394,7 +394,7 @@ class Run:
             return await self._evaluate(evaluation_name(step))
         self._unevaluated.add(step)
         await self._checkpoint(step=step)
-        if not await self._evaluated():  # one at a time
+        if not await self._finish_evaluation():  # one at a time
             return False
         self._begin_evaluating(self._held_out.saved)
         return True
@@ -417,7 +417,7 @@ class Run:
             await self._record_evaluation(name, results, step=step)
             self._unevaluated.discard(step)
 
-    async def _evaluated(self) -> bool:
+    async def _finish_evaluation(self) -> bool:
         """Wait for the evaluation alongside training. Return False if interrupted."""
         return self._evaluating is None or await self._unless_interrupted(self._evaluating)
 

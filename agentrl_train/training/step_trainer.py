@@ -30,7 +30,7 @@ from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.checkpoint import CRITIC, InFolder, Part
 from agentrl_train.storage.journal import encode_group, frame
 from agentrl_train.telemetry.metrics import mean_metrics
-from agentrl_train.training.replay import Replay, joined, read_replay
+from agentrl_train.training.replay import Replay, join, read_replay
 from agentrl_train.types import UNTRACED, Sleeper, Step, TokenSequence, Trace, TrajectoryGroup
 from agentrl_train.weights import FOREIGN, Drift, DriftCheck, Publisher
 
@@ -100,7 +100,7 @@ class StepTrainer:
             with span("advantages"), self._memory(number):
                 rows, replayed, weight = self._rows(step.groups, step=number)
             rows, taught = self._taught(rows, step=number)
-            self.rows = self._bounded(rows, number, 0)
+            self.rows = self._apply_clip_cov(rows, number, 0)
             found, metrics = self._learn_from(self.rows, step, replayed=replayed, weight=weight)
         metrics |= taught
         if self.algorithm.replay.weight:
@@ -143,7 +143,7 @@ class StepTrainer:
             return self._critic.rows(groups), [], 0.0
         assert self._advantages is not None
         values = self._advantages(groups)
-        return sequences(groups, values), *self._replayed(groups, values, step=step)
+        return sequences(groups, values), *self._replay(groups, values, step=step)
 
     def _taught(
         self, rows: list[TokenSequence], *, step: int
@@ -167,7 +167,7 @@ class StepTrainer:
         everything = np.concatenate([np.zeros(0), *by_task.values()])
         return taught, {"teacher_kl": float(everything.mean()) if everything.size else 0.0, **means}
 
-    def _bounded(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
+    def _apply_clip_cov(self, rows: list[TokenSequence], *seed: int) -> list[TokenSequence]:
         """Return the rows with the tokens that Clip-Cov draws excluded from the loss."""
         chosen = self.algorithm.clip_cov
         if chosen is None:
@@ -176,7 +176,7 @@ class StepTrainer:
             rows, share=chosen.share, low=chosen.low, high=chosen.high, seed=(self._seed, *seed)
         )
 
-    def _replayed(
+    def _replay(
         self, groups: Sequence[TrajectoryGroup], values: Sequence[Sequence[Values | None]], *, step: int
     ) -> tuple[list[TokenSequence], float]:
         """Update the buffer; return the rows of the episodes to replay and the weight of their loss."""
@@ -184,18 +184,18 @@ class StepTrainer:
         if not section.weight:
             return [], 0.0
         returns = [self._shaped(group).returns for group in groups]
-        buffer = self.replay.noted(groups, returns, length=section.history)
+        buffer = self.replay.with_returns(groups, returns, length=section.history)
         weight = section.weight * cosine_rise(step - 1, section.warmup_steps)
-        drawn, buffer = buffer.drawn(
+        drawn, buffer = buffer.draw(
             step=step,
             count=section.episodes if weight else 0,
             max_age=section.max_age,
             quantile=section.quantile,
             seed=(self._seed, step, 1),
         )
-        self.replay = buffer.added(groups, returns, values, step=step, size=section.size)
+        self.replay = buffer.with_episodes(groups, returns, values, step=step, size=section.size)
         again = [[np.full(len(group.trajectories[0].turns), value)] for group, value in drawn]
-        return self._bounded(sequences([group for group, _ in drawn], again), step, 2), weight
+        return self._apply_clip_cov(sequences([group for group, _ in drawn], again), step, 2), weight
 
     @cached_property
     def _publish_bytes(self) -> float:
@@ -226,7 +226,7 @@ class StepTrainer:
             )
             batches = packed(rows)
             if replayed:
-                batches = joined(batches, packed(replayed), weight=weight)
+                batches = join(batches, packed(replayed), weight=weight)
         # The learning rate depends on the number of steps, including steps without signal or skipped ones.
         # A resumed run can have another number of mini-batches than the steps before.
         due = number * train.minibatches

@@ -175,7 +175,7 @@ def _check_opening(chat: ChatFormat, opening: Sequence[Message], tools: Sequence
     shown = chat.render(opening, tools)
     for tool in tools:
         name = tool.function.name
-        renamed = [_renamed(tool) if one is tool else one for one in tools]
+        renamed = [_rename(tool) if one is tool else one for one in tools]
         if shown.count(name) <= chat.render(opening, renamed).count(name):
             raise ConfigError(
                 f"the chat template does not show the tool {name!r}; {_IN_PROMPT}, or {_TEMPLATE}"
@@ -244,7 +244,7 @@ def _check_call(
         logger.warning("%s, which model.tool_parser chooses", problem)
 
 
-def _renamed(tool: ToolSpec) -> ToolSpec:
+def _rename(tool: ToolSpec) -> ToolSpec:
     return tool.model_copy(update={"function": tool.function.model_copy(update={"name": "?"})})
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from agentrl_env.client import EnvClient
 from agentrl_train.config import RunConfig
-from agentrl_train.config.loading import validated
+from agentrl_train.config.loading import validate_table
 from agentrl_train.config.toml import apply_override, merge, read_toml, set_value
 from agentrl_train.errors import CallbackFailed, ConfigError, TrainError
 from agentrl_train.training.observer import Observer
@@ -116,7 +116,7 @@ class Trainer:
                 merge(table, {"model": {"path": _model_path(model, run)}})
             base = Path.cwd() if config is None else Path(config).resolve().parent
             source = "the settings are" if config is None else f"{config} is"
-            self.config = validated(table, base=base, failure=f"{source} invalid; please correct")
+            self.config = validate_table(table, base=base, failure=f"{source} invalid; please correct")
         _warn_of_spinning_threads(self.config)
 
     @classmethod
@@ -279,7 +279,7 @@ class Trainer:
     def _answer(self, question: _Question) -> Any:
         """Call the callbacks that a question is for."""
         if question.about == "evaluated":
-            _called(self._on_evaluation, "on_evaluation", question.value)
+            _call(self._on_evaluation, "on_evaluation", question.value)
         if question.about != "trained":
             return None
         from agentrl_train.telemetry.metrics import COLUMNS
@@ -288,10 +288,10 @@ class Trainer:
         found: dict[str, list[float]] = {}
         for group in step.groups:
             for episode in group.trajectories:
-                for name, value in _called(self._on_episode, "on_episode", episode).items():
+                for name, value in _call(self._on_episode, "on_episode", episode).items():
                     found.setdefault(name, []).append(value)
         means = {name: fmean(values) for name, values in found.items()}
-        more = {**means, **_called(self._on_step, "on_step", step)}
+        more = {**means, **_call(self._on_step, "on_step", step)}
         if taken := sorted(more.keys() & {*step.metrics, *COLUMNS}):
             raise CallbackFailed(
                 f"a callback returned the metric {taken[0]!r}, which the run itself logs; the run ended with "
@@ -480,7 +480,7 @@ def _warn_of_spinning_threads(config: RunConfig) -> None:
         )
 
 
-def _called(callback: Callable[[Any], Any] | None, name: str, value: Any) -> Metrics:
+def _call(callback: Callable[[Any], Any] | None, name: str, value: Any) -> Metrics:
     """Call a callback and return its metrics; raises ``CallbackFailed``, which names it."""
     if callback is None:
         return {}

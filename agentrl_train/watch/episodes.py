@@ -252,11 +252,11 @@ def _entries(name: str, lines: Sequence[bytes]) -> Iterator[Entry]:
             continue  # the line is still being written
         if isinstance(episode, dict):
             yield _entry(
-                (name, number_, 0), episode, step=_evaluated(name, episode) if step is None else step
+                (name, number_, 0), episode, step=_evaluation_step(name, episode) if step is None else step
             )
 
 
-def _evaluated(name: str, episode: Mapping[str, Any]) -> int:
+def _evaluation_step(name: str, episode: Mapping[str, Any]) -> int:
     """Return the step of an evaluation, which is the policy version that played it."""
     versions = [one["turn"].get("versions") for one in episode.get("messages") or () if _is_turn(one)]
     newest = [version[-1] for version in versions if isinstance(version, list) and version]

@@ -32,7 +32,7 @@ class Vocabulary:
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token. A character of several tokens belongs to the last of them."""
-        tokenizer = self._loaded()
+        tokenizer = self._load_once()
         if tokenizer is None:
             return [f"⟨{one}⟩" for one in token_ids]
         pieces: list[str] = []
@@ -53,7 +53,7 @@ class Vocabulary:
             pieces.append(piece)
         return pieces
 
-    def _loaded(self) -> Tokenizer | None:
+    def _load_once(self) -> Tokenizer | None:
         if self._tokenizer is None:
             places = [*sorted((self._folder / "checkpoints").glob("step_*/model"), reverse=True)]
             for place in (*places, self._folder / "best"):
@@ -129,11 +129,13 @@ def _summary(turn: Mapping[str, Any], ids: Sequence[int]) -> str:
         facts.append(f"mean log-probability {sum(logprobs) / len(logprobs):.3f}")
     if advantages := _numbers(turn, "advantages"):
         low, high = min(advantages), max(advantages)
-        facts.append(f"advantage {_signed(low)}" + (f" to {_signed(high)}" if low < high else ""))
+        facts.append(
+            f"advantage {_format_signed(low)}" + (f" to {_format_signed(high)}" if low < high else "")
+        )
     return " · ".join(facts)
 
 
-def _signed(value: float) -> str:
+def _format_signed(value: float) -> str:
     return f"{value:+.3g}" if value else "0"
 
 

@@ -119,13 +119,13 @@ async def play(run: Any, engine: Speaker, *, size: int = 2) -> tuple[TrajectoryG
 def bodies(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Record the bodies of all further client requests."""
     found: list[dict[str, Any]] = []
-    parsed = server.parsed
+    parse_body = server.parse_body
 
     async def spy(request: Request, *args: Any, **options: Any) -> Any:
         found.append(await request.json())
-        return await parsed(request, *args, **options)
+        return await parse_body(request, *args, **options)
 
-    monkeypatch.setattr(server, "parsed", spy)
+    monkeypatch.setattr(server, "parse_body", spy)
     return found
 
 

@@ -18,7 +18,7 @@ from agentrl_train.config import SubAgentSection
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.report.episodes import episode_html
 from agentrl_train.storage.journal import decode_group, encode_group
-from agentrl_train.sub_agent import LAST_TURN, NO_REPORT, divided, merged, planner_tools
+from agentrl_train.sub_agent import LAST_TURN, NO_REPORT, divide_calls, merge_answers, planner_tools
 from agentrl_train.telemetry.metrics import readable
 from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import EpisodeEnd, Sampling, TaskSource, Trajectory, TrajectoryGroup
@@ -315,7 +315,7 @@ def test_every_call_has_one_answer_in_order(made: list[tuple[str, str]]) -> None
     ]
     message = says(*calls)
     section = SubAgentSection()
-    parts = divided(message, sub_agent=section, tools=planner_tools(section, ()))
+    parts = divide_calls(message, sub_agent=section, tools=planner_tools(section, ()))
     sent = [one.id for one in (parts.sent.tool_calls or ())] if parts.sent else []
     assert sorted([*sent, *parts.tasks, *parts.errors]) == [one.id for one in calls]
     assert all(task == "a" for task in parts.tasks.values())
@@ -323,14 +323,14 @@ def test_every_call_has_one_answer_in_order(made: list[tuple[str, str]]) -> None
     reply += [Message(role="user", content="a picture"), Message(role="user", content="another")]
     answers = {name: Message(role="tool", content="own", tool_call_id=name) for name in parts.tasks}
     answers |= parts.errors
-    found = merged(message, reply, answers)
+    found = merge_answers(message, reply, answers)
     assert [one.tool_call_id for one in found[: len(calls)]] == [one.id for one in calls]
     assert [one.content for one in found[len(calls) :]] == ["a picture", "another"]
 
 
 def test_message_without_calls_goes_to_the_environment() -> None:
     message = says(text="hello")
-    assert divided(message, sub_agent=SubAgentSection(), tools=()).sent is message
+    assert divide_calls(message, sub_agent=SubAgentSection(), tools=()).sent is message
 
 
 # --- settings ---

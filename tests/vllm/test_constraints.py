@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl_train.engine.constraint import Grammars, unpacked
+from agentrl_train.engine.constraint import Grammars, unpack_sets
 from agentrl_train.engine.pool import EnginePool
 from agentrl_train.errors import ConstraintError
 from agentrl_train.types import Completion, SamplingParams
@@ -33,7 +33,7 @@ def renormalized(token_ids: list[int], *, seed: int, temperature: float) -> list
     """Return a model's log-probabilities, renormalized over the allowed tokens."""
     logits = contract_model(seed)(torch.tensor([[*PROMPT, *token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     held = Grammars(TOKENIZER, stop_token_ids=[STOP], vocabulary=VOCABULARY).start(GRAMMAR).sets_of(token_ids)
-    allowed = unpacked([held.sets[place - 1] for place in held.places], VOCABULARY)
+    allowed = unpack_sets([held.sets[place - 1] for place in held.places], VOCABULARY)
     scores = (logits / temperature).masked_fill(~allowed, -torch.inf).log_softmax(-1)
     return scores.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 

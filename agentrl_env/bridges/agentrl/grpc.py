@@ -122,7 +122,7 @@ class StreamTransport:
         data = b"" if body is None else json.dumps(body).encode()
         request = {"method": "POST", "endpoint": endpoint, "json": data}
         envelope = Envelope(id=number, type=_REQUEST, request=request)
-        await self._connected(endpoint)
+        await self._wait_for_stream(endpoint)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout):
@@ -137,7 +137,7 @@ class StreamTransport:
             del self._calls[number]
         return read_answer(endpoint, response.code, response.message, response.json)
 
-    async def _connected(self, endpoint: str) -> None:
+    async def _wait_for_stream(self, endpoint: str) -> None:
         """Wait for a stream. Raises WorkerFailed, or ServerFull if the call would open a session."""
         try:
             async with asyncio.timeout(RECONNECT_S):

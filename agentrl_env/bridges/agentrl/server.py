@@ -229,18 +229,18 @@ class AgentRLBridge:
         if own is not None:
             begun = _begun(own, start)
             known = (one for one in self._sessions.values() if one.session_id == begun.session_id)
-            return await self._started(next(known, None) or _Session(begun, start))
+            return await self._register(next(known, None) or _Session(begun, start))
         task, split = await self._task(start.name)
         choice = _choice(start, task.splits[split])
         fields = {"task": task.name, "split": split, "wait_s": MAX_WAIT_S, **choice}
         opening = validate(OpenRequest, fields)
         opened = await unless_disconnected(request, self._api.answer(OPEN, opening, caller.get()))
-        return await self._started(_Session(SessionInfo.model_validate_json(opened), start))
+        return await self._register(_Session(SessionInfo.model_validate_json(opened), start))
 
     async def interact(self, request: Request) -> object:
         """Play the assistant messages of one turn."""
         session = self._session(request)
-        message = _joined((await self._read(_Interact, request)).messages)
+        message = _join((await self._read(_Interact, request)).messages)
         if session.is_keep_alive(message):
             return await self._keep_alive(session)
         answer = await self._turn(session, message)
@@ -320,7 +320,7 @@ class AgentRLBridge:
         """Return the protocol version in the field that AgentRL's dashboard expects."""
         return {"variant": "nova", "version": 1}
 
-    async def _started(self, session: _Session) -> Response:
+    async def _register(self, session: _Session) -> Response:
         """Remember a session and return its opening."""
         self._sessions[session.integer] = session
         if len(self._sessions) > MAX_SESSIONS:
@@ -506,7 +506,7 @@ def _begun(own: SessionInfo, start: _Start) -> SessionInfo:
     return own
 
 
-def _joined(messages: list[Message]) -> Message:
+def _join(messages: list[Message]) -> Message:
     """Join the messages of one turn. Raises InvalidRequest if a message is not from the assistant."""
     if any(message.role != "assistant" for message in messages):
         raise InvalidRequest("messages: a turn can contain only assistant messages")

@@ -175,7 +175,7 @@ class GymnasiumTask(Environment):
         self._seed, self._played, self._return = seed, [], 0.0  # type: ignore[var-annotated]
         self._reward, self._terminated = 0.0, False
         self.env = self._make()
-        observation, self._info = self._unpacked("reset", self.env.reset(seed=seed), RESET)
+        observation, self._info = self._unpack("reset", self.env.reset(seed=seed), RESET)
         self._text = self.render(observation, self._info)
         return self._text
 
@@ -185,7 +185,7 @@ class GymnasiumTask(Environment):
         if not self._space.contains(action):
             raise ToolError(f"The action is not in the action space {self._space}.")
         assert self.env is not None
-        observation, reward, *ends, self._info = self._unpacked("step", self.env.step(action), STEP)
+        observation, reward, *ends, self._info = self._unpack("step", self.env.step(action), STEP)
         self._terminated, truncated = (bool(self._number(end, "terminated or truncated")) for end in ends)
         self._played.append(arguments)
         self._reward = self._number(reward, "the reward")
@@ -195,7 +195,7 @@ class GymnasiumTask(Environment):
             return Done(self._text, reward=self._reward, truncated=not self._terminated)
         return Reply(self._text, reward=self._reward)
 
-    def _unpacked(self, method: str, answer: Any, names: Sequence[str]) -> Sequence[Any]:
+    def _unpack(self, method: str, answer: Any, names: Sequence[str]) -> Sequence[Any]:
         """Return the parts of an answer of the environment. Raises DefinitionError."""
         if (
             not isinstance(answer, tuple | list)

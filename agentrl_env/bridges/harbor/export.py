@@ -175,7 +175,7 @@ def _write(
         "instruction.md": _INSTRUCTION.format(
             opening=text_of(info.messages),
             turns=task.max_turns,
-            tools="\n".join(map(_described, offered_tools(task, info.tools))),
+            tools="\n".join(map(_describe, offered_tools(task, info.tools))),
         ),
         "task.toml": _SETTINGS.format(
             task=json.dumps(task.name),
@@ -213,7 +213,7 @@ def _write_image(folder: Path, context: BuildContext, archive: io.BytesIO, info:
     (folder / "tool.py").write_bytes(Path(container_tool.__file__).read_bytes())
 
 
-def _described(tool: ToolSpec) -> str:
+def _describe(tool: ToolSpec) -> str:
     function = tool.function
     return f"- `{function.name}` `{json.dumps(function.parameters)}`\n  {function.description}"
 

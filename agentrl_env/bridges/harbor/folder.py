@@ -142,7 +142,7 @@ class HarborTask:
             instruction = (folder / "instruction.md").read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise Unusable(f"cannot read it: {error}") from error
-        for key, value in _unsupported(settings):
+        for key, value in _unsupported_keys(settings):
             if key in UNSUPPORTED:
                 raise Unusable(f"{key} requires {UNSUPPORTED[key]}, {REMEDY}")
             raise Unusable(f"{key} = {value!r:.80} is not supported")
@@ -234,12 +234,12 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _unsupported(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+def _unsupported_keys(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each unsupported key with its value. Empty values count as not set."""
     for name, value in settings.items():
         key = f"{section}.{name}" if section else name
         if key in SECTIONS and isinstance(value, Mapping):
-            yield from _unsupported(value, key)
+            yield from _unsupported_keys(value, key)
         elif name not in SECTIONS[section] and value not in (None, "", 0, [], {}, *HARMLESS.get(key, ())):
             yield key, value
 

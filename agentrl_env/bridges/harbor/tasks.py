@@ -122,19 +122,19 @@ class HarborTasks(Environment):
             seconds = max(0.1, min(timeout, left))
             done = self.box.run([*SHELL, command], timeout=seconds, user=self.task.user, **self.task.options)
             if not self.box.alive:
-                return self._graded(f"{done.text}\nThe machine has ended.")
+                return self._grade(f"{done.text}\nThe machine has ended.")
             if self.began + self.task.agent_s > time.monotonic():
                 return done.text
-        return self._graded(f"The time for this task, {self.task.agent_s:g} s, is over.")
+        return self._grade(f"The time for this task, {self.task.agent_s:g} s, is over.")
 
     @tool
     def submit(self) -> Done:
         """Hand in the machine's files for grading. This ends the task."""
-        return self._graded("The task has been graded.")
+        return self._grade("The task has been graded.")
 
     def respond(self, text: str) -> Done:
         """Grade the machine when the model answers without a call."""
-        return self._graded("The task has been graded.")
+        return self._grade("The task has been graded.")
 
     def score(self) -> dict[str, float]:
         """Return the metrics reported by the tests."""
@@ -152,7 +152,7 @@ class HarborTasks(Environment):
         if self.box:
             self.box.close()
 
-    def _graded(self, text: str) -> Done:
+    def _grade(self, text: str) -> Done:
         assert self.box is not None
         try:
             reward, self.metrics = grade(self.task, self.box)

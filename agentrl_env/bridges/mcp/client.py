@@ -160,13 +160,13 @@ async def _describe(endpoint: Endpoint) -> tuple[str, str | None, list[ForeignTo
     connection = Connection(endpoint)
     try:
         request = await connection.open()
-        tools = [tool async for tool in _listed(request)]
+        tools = [tool async for tool in _list_tools(request)]
         return connection.begun["serverInfo"]["name"], connection.begun.get("instructions"), tools
     finally:
         await connection.close()
 
 
-async def _listed(request: Request) -> AsyncIterator[ForeignTool]:
+async def _list_tools(request: Request) -> AsyncIterator[ForeignTool]:
     """Yield a server's own descriptions of its tools."""
     parameters: dict[str, Any] = {}
     while True:

@@ -235,7 +235,7 @@ def episode_server(episode: Episode) -> Any:
             raise protocol_error(**_error(error)) from error
         return {
             "content": [content for message in result.messages for content in _contents(message)],
-            "structuredContent": _structured(result),
+            "structuredContent": _structured_content(result),
             "isError": bool(result.metrics.get("invalid_calls")),
             "_meta": {f"{META}metrics": result.metrics, f"{META}info": result.info},
         }
@@ -253,7 +253,7 @@ def episode_server(episode: Episode) -> Any:
     )
 
 
-def _structured(result: StepResult) -> dict[str, Any]:
+def _structured_content(result: StepResult) -> dict[str, Any]:
     fields = {"messages", "reward", "terminated", "truncated", "status"}
     return result.model_dump(mode="json", include=fields)
 

@@ -223,7 +223,7 @@ class OpenEnvTask(Environment):
     async def _opening(cls, seed: int) -> Any:
         socket = OpenEnvSocket(cls.url, cls.headers)
         try:
-            return _shown((await socket.ask("reset", {"seed": seed})).observation)
+            return _without_envelope((await socket.ask("reset", {"seed": seed})).observation)
         finally:
             await socket.close()
 
@@ -271,7 +271,7 @@ class OpenEnvTask(Environment):
         result = observation.get("result")
         if isinstance(result, dict) and "data" in result:
             return _text(result["data"])
-        shown = _shown(observation)
+        shown = _without_envelope(observation)
         return _text(next(iter(shown.values())) if len(shown) == 1 else shown)
 
     def score(self) -> dict[str, float]:
@@ -349,7 +349,7 @@ class OpenEnvSocket:
             )
         with suppress(WebSocketException):  # a full server sends the reason and closes the socket
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-        frame = _parsed(await self._socket.recv())
+        frame = _parse(await self._socket.recv())
         answer = frame.get("data") or {}
         if frame.get("type") != "error":
             try:
@@ -384,7 +384,7 @@ class _Refused(Exception):
     """Raised if the server rejects an action."""
 
 
-def _parsed(frame: str | bytes) -> dict[str, Any]:
+def _parse(frame: str | bytes) -> dict[str, Any]:
     """Return a message as an object. Raises ConnectionError."""
     try:
         message = json.loads(frame)
@@ -395,7 +395,7 @@ def _parsed(frame: str | bytes) -> dict[str, Any]:
     return message
 
 
-def _shown(observation: dict[str, Any]) -> dict[str, Any]:
+def _without_envelope(observation: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in observation.items() if key not in ENVELOPE}
 
 

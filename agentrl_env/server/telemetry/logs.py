@@ -91,15 +91,15 @@ class TextLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""
-        facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
+        facts = "".join(f" {name}={_format(value)}" for name, value in _facts(record).items())
         lines = [f"{_time(record)} {record.levelname} {_event(record, self._messages)}{facts}"]
         error = _error(record)
         if error is not None:
             lines += [f"  {line}" for line in _traceback(error, self._messages)]
-        return "\n".join(map(escaped, lines))
+        return "\n".join(map(escape, lines))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return text with control characters and line breaks escaped."""
     if text.isprintable():
         return text
@@ -178,6 +178,6 @@ def _time(record: logging.LogRecord) -> str:
     )
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if text.isprintable() and " " not in text and text else json.dumps(text)

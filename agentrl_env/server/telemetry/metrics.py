@@ -148,7 +148,7 @@ class Metrics(Collector):
         """Count a session that ended with a reward."""
         self.scored[task] += 1
         self.succeeded[task] += success
-        self.reward[task] = _bounded(self.reward[task] + reward)
+        self.reward[task] = _bound(self.reward[task] + reward)
 
     def counts(self) -> Counts:
         """Return all counts by task, for a controller."""
@@ -189,7 +189,7 @@ class Metrics(Collector):
             own[task] = _more(own[task], getattr(now, name), getattr(before, name))
         for status, count in now.ended.items():
             self.ended[task, status] = _more(self.ended[task, status], count, before.ended.get(status, 0))
-        self.reward[task] = _bounded(self.reward[task] + now.reward - before.reward)
+        self.reward[task] = _bound(self.reward[task] + now.reward - before.reward)
 
     def add_tool(self, task: str, tool: str, now: Durations, before: Durations) -> None:
         """Add the increase of a server's counts of a tool between two reports."""
@@ -337,7 +337,7 @@ def _more(total: N, now: N, before: N) -> N:
     return min(total + max(0, now - before), 2**53)
 
 
-def _bounded(reward: float) -> float:
+def _bound(reward: float) -> float:
     return max(-1e300, min(1e300, reward))
 
 

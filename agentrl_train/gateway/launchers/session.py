@@ -116,7 +116,7 @@ class TaskSession:
         names = [*ANSWERS, *ENDS] if answer else [*ENDS, *ANSWERS]
         for name in names:
             if spec := self._tools.get(name):
-                return ToolCall.of(name, **dict.fromkeys(_required(spec), answer))
+                return ToolCall.of(name, **dict.fromkeys(_required_arguments(spec), answer))
         return Message.assistant(answer or "I am done.")
 
     def _step(self, action: ToolCall | Message) -> StepResult:
@@ -183,13 +183,13 @@ def play_session(play: Callable[[TaskSession, str], str]) -> None:
         print(json.dumps(session.end(answer)))
 
 
-def _required(spec: ToolSpec) -> list[str]:
+def _required_arguments(spec: ToolSpec) -> list[str]:
     return list(spec.function.parameters.get("required", ()))
 
 
 def _only_text(spec: ToolSpec) -> str:
     """Return the name of a tool's only required argument if it is text, or "" otherwise."""
-    required = _required(spec)
+    required = _required_arguments(spec)
     properties = spec.function.parameters.get("properties", {})
     if len(required) == 1 and properties.get(required[0], {}).get("type") == "string":
         return required[0]

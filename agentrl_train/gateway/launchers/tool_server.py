@@ -68,10 +68,10 @@ class ToolServer:
                 }
             case "tools/call":
                 with self._turn:
-                    return self._called(params.get("name", ""), params.get("arguments") or {})
+                    return self._call(params.get("name", ""), params.get("arguments") or {})
         return None
 
-    def _called(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if self.ended.is_set():
             return {}
         try:

@@ -835,9 +835,11 @@ def test_delegated_folder_is_the_first_whose_children_get_controllers(tmp_path):
     own.mkdir(parents=True)
     (own / "cgroup.subtree_control").write_text("")
     (own.parent / "cgroup.subtree_control").write_text("cpu memory pids\n")
-    assert cgroups._delegated(own, tmp_path) == dict.fromkeys(("cpu", "memory", "pids"), own.parent)
+    assert cgroups._delegated_controllers(own, tmp_path) == dict.fromkeys(
+        ("cpu", "memory", "pids"), own.parent
+    )
     (own.parent / "cgroup.subtree_control").write_text("memory\n")
-    assert cgroups._delegated(own, tmp_path) == {}
+    assert cgroups._delegated_controllers(own, tmp_path) == {}
 
 
 def test_resource_names_show_if_their_owner_is_alive():

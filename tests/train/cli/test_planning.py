@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl_train.cli import planning
-from agentrl_train.cli.planning import Plan, fitted, make_plan, plan
+from agentrl_train.cli.planning import Plan, fit_into_memory, make_plan, plan
 from agentrl_train.config import RunConfig, load_config
 from agentrl_train.planning.measure import Rates, measure
 from agentrl_train.planning.memory import REMEDY, size_of
@@ -65,19 +65,19 @@ def test_suggested_changes_suffice_and_all_are_necessary(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_of(make_model(), REMEDY)
-    assert fitted(config, size) == (config, [])
+    assert fit_into_memory(config, size) == (config, [])
     large = config.model_copy(
         update={"train": config.train.model_copy(update={"micro_batch_tokens": 65_536})}
     )
     monkeypatch.setattr(planning, "available_memory", lambda device: 0.6e9)
     assert not planning.fits(planning.memory_needs(large, size))
-    changed = fitted(large, size)
+    changed = fit_into_memory(large, size)
     assert changed is not None
     smaller, settings = changed
     assert settings == [f"train.micro_batch_tokens = {smaller.train.micro_batch_tokens}"]
     assert planning.fits(planning.memory_needs(smaller, size))
     monkeypatch.setattr(planning, "available_memory", lambda device: 1e3)
-    assert fitted(large, size) is None
+    assert fit_into_memory(large, size) is None
 
 
 def test_plan_without_a_measurement_has_no_speed(config: RunConfig) -> None:
@@ -119,7 +119,7 @@ def test_plan_of_a_model_without_layers_for_adapters_names_other_settings(
     monkeypatch.setattr(
         planning, "memory_needs", lambda config, size: offered.append(str(config.train.lora)) or []
     )
-    fitted(config, size)
+    fit_into_memory(config, size)
     assert set(offered) == {"None"}
 
 

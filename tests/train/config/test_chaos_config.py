@@ -2,7 +2,7 @@
 
 import tomllib
 
-from agentrl_train.config.loading import validated
+from agentrl_train.config.loading import validate_table
 from tests.chaos.site import TASKS_FILE
 from tests.chaos.training_site import CONFIG
 
@@ -11,5 +11,5 @@ def test_configuration_of_the_chaos_runs_is_valid(tmp_path):
     values = {"folder": tmp_path, "url": "http://127.0.0.1:1", "tasks": TASKS_FILE}
     (tmp_path / "model").mkdir()
     text = CONFIG.format(per_step=4, group_size=2, learning_rate=0.001, **values)
-    config = validated(tomllib.loads(text), base=tmp_path, failure="invalid")
+    config = validate_table(tomllib.loads(text), base=tmp_path, failure="invalid")
     assert config.rollout.environment_retries == 4

@@ -10,7 +10,7 @@ from agentrl_env.evaluation import ModelFailed
 from agentrl_env.types import Message
 from agentrl_train.errors import RewardUnavailable
 from agentrl_train.reward import Judge, Rewards, answer, close_judges
-from agentrl_train.reward.judge import filled
+from agentrl_train.reward.judge import fill_prompt
 from agentrl_train.types import EpisodeEnd
 from tests.env.evaluation.chat_server import ChatServer, completion
 from tests.train.reward.test_pieces import episode
@@ -109,7 +109,7 @@ def test_request_is_repeated_without_a_temperature_if_the_model_rejects_it() -> 
     ],
 )
 def test_other_braces_stay_in_the_prompt(prompt: str, text: str) -> None:
-    assert filled(prompt, {"text": "hi {x}", "number": 2}) == text
+    assert fill_prompt(prompt, {"text": "hi {x}", "number": 2}) == text
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_other_braces_stay_in_the_prompt(prompt: str, text: str) -> None:
 )
 def test_missing_field_is_an_error_with_a_sentence(prompt: str, reason: str) -> None:
     with pytest.raises(RewardUnavailable, match=reason):
-        filled(prompt, {"text": "hello"})
+        fill_prompt(prompt, {"text": "hello"})
 
 
 def test_negative_score_keeps_its_sign() -> None:

@@ -21,9 +21,9 @@ from agentrl_train.training.evaluation import (
     EvaluationJournal,
     Tally,
     evaluate,
+    from_record,
     held_out_samples,
-    recorded,
-    restored,
+    to_record,
 )
 from agentrl_train.types import EpisodeEnd, Step, TaskSource, Trajectory, TrajectoryGroup
 from tests.train.fakes import CHAT, DOWN, Countdown, ScriptedEngine, always, make_actor
@@ -238,7 +238,7 @@ async def test_recorded_episodes_match_agentrl_env_eval(tmp_path: Path):
         len(turn.completion.token_ids) for one in results[TASK].trajectories for turn in one.turns
     )
     for record in run.counted:
-        episode = restored(record, task=TASK, split="train")
-        again = recorded(episode, index=record.index, attempt=record.attempt)
+        episode = from_record(record, task=TASK, split="train")
+        again = to_record(episode, index=record.index, attempt=record.attempt)
         plain = [t.model_copy(update={"usage": again.turns[0].usage}) for t in record.turns]
         assert again == record.model_copy(update={"started": again.started, "turns": tuple(plain)})

@@ -14,7 +14,7 @@ from agentrl_train.batch import pack, sequences, token_weights, without_high_cov
 from agentrl_train.config import AlgorithmSection, ReplayTable
 from agentrl_train.loss import Tokens, policy_loss
 from agentrl_train.reward.scoring import cosine_rise
-from agentrl_train.training.replay import Kept, Replay, joined, read_replay
+from agentrl_train.training.replay import Kept, Replay, join, read_replay
 from agentrl_train.training.step_trainer import StepTrainer
 from agentrl_train.types import Step, TrajectoryGroup
 from agentrl_train.weights import Drift, DriftCheck
@@ -33,8 +33,8 @@ def numbers(replay: Replay) -> list[int]:
     return [one.group.group_id for one in replay.episodes]
 
 
-def drawn(replay: Replay, *, step: int = 1, count: int = 99, max_age: int = 10, seed: int = 0):
-    found, rest = replay.drawn(step=step, count=count, max_age=max_age, quantile=0.5, seed=(seed,))
+def draw(replay: Replay, *, step: int = 1, count: int = 99, max_age: int = 10, seed: int = 0):
+    found, rest = replay.draw(step=step, count=count, max_age=max_age, quantile=0.5, seed=(seed,))
     return {one.group_id: value for one, value in found}, rest
 
 
@@ -46,22 +46,22 @@ def test_schedules_have_the_published_values() -> None:
 
 def test_advantage_is_recomputed_and_the_episode_leaves_once_the_policy_is_better() -> None:
     buffer = Replay(episodes=(kept(1.0),), history={"a": (0.1, 0.2, 0.5, 0.9)})
-    assert drawn(buffer)[0] == {0: pytest.approx(0.65)}
-    better = buffer.noted([group([1.2, 1.4])], [np.array([1.2, 1.4])], length=4)
+    assert draw(buffer)[0] == {0: pytest.approx(0.65)}
+    better = buffer.with_returns([group([1.2, 1.4])], [np.array([1.2, 1.4])], length=4)
     assert better.history == {"a": (0.2, 0.5, 0.9, pytest.approx(1.3))}
-    found, _ = drawn(better)
+    found, _ = draw(better)
     assert found[0] == pytest.approx(0.3)
     best = replace(better, history={"a": (1.1, 1.2, 1.3, 1.4)})
-    assert drawn(best) == ({}, replace(best, episodes=()))
+    assert draw(best) == ({}, replace(best, episodes=()))
 
 
 def test_tasks_have_their_own_histories() -> None:
     groups = [group([0.0, 1.0]), group([100.0, 300.0], task="b")]
     returns = [np.array([0.0, 1.0]), np.array([100.0, 300.0])]
-    buffer = Replay().noted(groups, returns, length=10)
+    buffer = Replay().with_returns(groups, returns, length=10)
     assert buffer.history == {"a": (0.5,), "b": (200.0,)}
     values = advantages(groups, normalization="none")
-    buffer = buffer.added(groups, returns, values, step=1, size=10)
+    buffer = buffer.with_episodes(groups, returns, values, step=1, size=10)
     assert [(one.group.task, one.earned) for one in buffer.episodes] == [("a", 1.0), ("b", 300.0)]
     assert buffer.baselines() == {"a": 0.5, "b": 200.0}
 
@@ -71,18 +71,18 @@ def test_episodes_of_positive_advantage_join_and_the_oldest_leave() -> None:
     returns = [shaped_rewards(one).returns for one in groups]
     values = advantages(groups, normalization="none")
     buffer = Replay(episodes=(kept(1.0, number=7), kept(1.0, number=8)))
-    assert numbers(buffer.added(groups, returns, values, step=1, size=3)) == [8, 1, 1]
+    assert numbers(buffer.with_episodes(groups, returns, values, step=1, size=3)) == [8, 1, 1]
     left_out = [[None] * 3, [None] * 2]
-    assert buffer.added(groups, returns, left_out, step=1, size=3) == buffer
+    assert buffer.with_episodes(groups, returns, left_out, step=1, size=3) == buffer
 
 
 def test_old_episodes_leave_untrained() -> None:
     buffer = Replay(
         episodes=(kept(1.0, step=1, number=1), kept(1.0, step=5, number=5)), history={"a": (0.0,)}
     )
-    found, rest = drawn(buffer, step=12)
+    found, rest = draw(buffer, step=12)
     assert (found, rest.episodes) == ({5: 1.0}, ())
-    found, rest = drawn(buffer, step=12, count=0)
+    found, rest = draw(buffer, step=12, count=0)
     assert (found, numbers(rest)) == ({}, [5])
 
 
@@ -93,13 +93,13 @@ def test_draws_are_seeded_bounded_and_take_each_episode_once(
     buffer = Replay(
         episodes=tuple(kept(value, number=i) for i, value in enumerate(earned)), history={"a": (-1.0, 1.0)}
     )
-    found, rest = drawn(buffer, count=count, seed=seed)
+    found, rest = draw(buffer, count=count, seed=seed)
     good = {i for i, value in enumerate(earned) if value >= 0.0}
     assert len(found) == min(count, len(good))
     assert found.keys() | set(numbers(rest)) == good
     assert not found.keys() & set(numbers(rest))
     assert all(found[i] == earned[i] for i in found)
-    assert drawn(buffer, count=count, seed=seed) == (found, rest)
+    assert draw(buffer, count=count, seed=seed) == (found, rest)
 
 
 def test_buffer_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def gradient(batches) -> torch.Tensor:
 def test_joined_loss_is_the_loss_plus_the_weighted_loss_of_the_replay(max_tokens: int) -> None:
     options = {"aggregation": "constant", "constant_tokens": 20, "max_tokens": max_tokens}
     base, again = pack(made(seed=0), **options), pack(made(5, seed=1), **options)
-    (both,) = joined(base, again, weight=0.25)
+    (both,) = join(base, again, weight=0.25)
     assert both.num_sequences == 14
     found = gradient([both])
     expected = gradient(base) + 0.25 * gradient(again)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
-    assert len(joined(base, [], weight=1.0)) == len(joined([], again, weight=1.0)) == 1
+    assert len(join(base, [], weight=1.0)) == len(join([], again, weight=1.0)) == 1
 
 
 class NoEngine:
