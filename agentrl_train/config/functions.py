@@ -158,8 +158,16 @@ def with_choice(former: Any, value: Any) -> Any:
 
 
 def imported(name: str) -> Any:
-    """Return the function that ``file.py:function`` or ``module:function`` names; raises ``ConfigError``."""
+    """Return the function that ``file.py:function`` or ``module:function`` names.
+
+    The module can be in the working directory, like those of tasks.
+
+    Raises:
+        ConfigError: the function cannot be imported.
+    """
     source, _, function = name.rpartition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except AUTHOR_ERRORS as error:

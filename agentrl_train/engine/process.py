@@ -111,6 +111,7 @@ class EngineProcess:
             self._process = subprocess.Popen(  # noqa: ASYNC220 (returns as soon as it has started)
                 [
                     self._python,
+                    "-P",  # a module of the working directory must not replace one of Python's
                     "-m",
                     self._options.module,
                     str(theirs.fileno()),

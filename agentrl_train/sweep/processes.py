@@ -123,7 +123,7 @@ def _start(run: PlannedRun) -> _Child:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         write_file(run.file, run.config.to_toml().encode())
         resume = ["--resume"] if run.folder.exists() else []
-        command = [sys.executable, "-m", "agentrl_train", "run", str(run.file), *resume]
+        command = [sys.executable, "-P", "-m", "agentrl_train", "run", str(run.file), *resume]
         with open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,

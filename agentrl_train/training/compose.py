@@ -101,7 +101,7 @@ def processes(config: RunConfig) -> Processes:
 
 def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
     """Return the context of the launcher of a run; raises ``ConfigError``."""
-    command = (sys.executable, "-m", "agentrl_train", "run")
+    command = (sys.executable, "-P", "-m", "agentrl_train", "run")
     follower = Follower(command=command, config=config.to_toml(), run=partial(run_follower, config))
     return make_launcher(processes(config), follower)
 

@@ -1,5 +1,6 @@
 """Presets, functions named in a configuration, and rejected combinations."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -314,6 +315,15 @@ def test_nonsense_is_rejected_with_the_reason(overrides: list[str], reason: str)
 def test_recomputed_anchor_is_accepted_in_a_synchronous_run() -> None:
     config = plain_config("algorithm.anchor=old", "rollout.max_staleness=0")
     assert learner_options(config, model=qwen())["loss"].recompute
+
+
+def test_function_of_a_module_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scores_of_mine.py").write_text("def halved(trajectory): return trajectory.reward / 2\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert imported("scores_of_mine:halved").__name__ == "halved"
 
 
 def test_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

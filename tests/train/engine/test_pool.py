@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -110,9 +111,26 @@ async def test_dead_or_hung_engine_is_restarted_with_last_weights_and_loses_no_c
 
 
 @pytest.mark.extended
-async def test_repeatedly_failing_engine_is_abandoned_with_reason(
-    options: ServingOptions,
+async def test_engine_does_not_import_a_module_of_the_working_directory_in_place_of_a_standard_one(
+    options: ServingOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('not the random of Python')")
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.chdir(tmp_path)
+    engine = EnginePool(options, deadline_s=120.0)
+    try:
+        sampling = SamplingParams(max_new_tokens=4, seed=1)
+        done = await engine.generate(prompt(0), sampling=sampling, session_key="one")
+        assert len(done.token_ids) > 0
+    finally:
+        await engine.close()
+
+
+@pytest.mark.extended
+async def test_repeatedly_failing_engine_is_abandoned_with_reason(
+    options: ServingOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
     engine = EnginePool(replace(options, module="tests.train.engine.breaking"), deadline_s=120.0)
     try:
         with pytest.raises(

@@ -38,8 +38,10 @@ def write_sweep(folder: Path, *more: str) -> Path:
 
 
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentrl_train", "sweep", str(path), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-P", "-m", "agentrl_train", "sweep", str(path), *options]
+    return subprocess.Popen(
+        command, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -114,6 +116,22 @@ def test_failed_run_is_reported_and_the_others_finish(tmp_path: Path) -> None:
     assert "no engine here" in found["broken"]["runs"][0]["error"]
     assert found["broken"]["final"]["success"] is None
     assert "broken, seed 3: failed: " in output
+
+
+@pytest.mark.extended
+def test_runs_do_not_import_a_module_of_the_working_directory_in_place_of_a_standard_one(
+    tmp_path: Path,
+) -> None:
+    path = write_sweep(tmp_path)
+    (tmp_path / "random.py").write_text("raise ImportError('not the random of Python')")
+    changes = {"[0, 1]": "[0]", '"grpo", "rloo"': '"grpo"', "run.steps = 5": "run.steps = 1"}
+    text = path.read_text()
+    for before, after in changes.items():
+        text = text.replace(before, after)
+    path.write_text(text)
+    status, output = end(start(path))
+    assert status == 0, output
+    assert trained(tmp_path) == {"grpo seed-0": [1]}
 
 
 def test_interrupted_sweep_stops_its_runs_cleanly_and_prints_how_to_continue(tmp_path: Path) -> None:
