@@ -76,7 +76,7 @@ class Own(Function):
         if not isinstance(value, str):
             return value
         if not FUNCTION.fullmatch(value):
-            raise ValueError(f"{value!r} is no function such as 'mine.py:function' or 'module:function'")
+            raise ValueError(f"{value!r} is not a function such as 'mine.py:function' or 'module:function'")
         return target(value, info.context["base"]) if info.context else value
 
     @property

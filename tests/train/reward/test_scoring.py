@@ -220,7 +220,7 @@ async def test_combination_that_is_too_large_is_an_error(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ('reward.functions=["brief"]', "is no function such as"),
+        ('reward.functions=["brief"]', "is not a function such as"),
         ('reward.functions=["gone.py:brief"]', "reward.functions.0: there is no"),
         ('reward.functions=["a:brief", "b:brief"]', "two functions have the name 'brief'"),
         ('reward.functions=["a:environment"]', "has the name 'environment', the score of the environment"),
