@@ -69,6 +69,7 @@ LAYERS = {
         {"critics"},
         {"sub_agent"},
         {"actor"},
+        {"sft", "template_check"},
         {"gateway"},
         {"placement"},
         {"report"},

@@ -36,18 +36,18 @@ from agentrl_train.models.loading import DTYPES, chat_format, load_policy, save_
 from agentrl_train.models.merging import MergeOptions, Method, merge_models
 from agentrl_train.placement.environments import environments
 from agentrl_train.placement.ranks import rank
-from agentrl_train.storage.atomic_io import run_folder_errors
-from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
-from agentrl_train.telemetry.progress import Counter
-from agentrl_train.training.learners import as_config_errors
-from agentrl_train.training.sft import (
+from agentrl_train.sft import (
     ExpertEpisodes,
     expert_sequences,
     longest_episode,
     longest_turn,
     train_sft,
 )
-from agentrl_train.training.template_check import check_sessions
+from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.storage.checkpoint import load_checkpoint, load_latest
+from agentrl_train.telemetry.progress import Counter
+from agentrl_train.template_check import check_sessions
+from agentrl_train.training.learners import as_config_errors
 from agentrl_train.training.trainer import Trainer
 from agentrl_train.types import TokenSequence
 

@@ -38,9 +38,9 @@ from agentrl_train.planning.measure import product_rates
 from agentrl_train.planning.memory import REMEDY, ModelSize, size_of
 from agentrl_train.planning.tokens import EPISODES, Lengths, measured_lengths
 from agentrl_train.storage.atomic_io import run_folder_errors
+from agentrl_train.template_check import check_sessions
 from agentrl_train.tool_calls import PROMPTED
 from agentrl_train.training.learners import as_config_errors
-from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import Sampling, TaskSource
 
 SYNTAXES = (None, *PROMPTED)

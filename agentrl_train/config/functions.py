@@ -166,8 +166,8 @@ def imported(name: str) -> Any:
         ConfigError: the function cannot be imported.
     """
     source, _, function = name.rpartition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
     try:
         module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except AUTHOR_ERRORS as error:

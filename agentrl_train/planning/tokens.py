@@ -11,7 +11,7 @@ import numpy as np
 
 from agentrl_env.client import EnvClient
 from agentrl_train.chat import ChatFormat
-from agentrl_train.training.sft import expert_sequence, template_errors
+from agentrl_train.sft import expert_sequence, template_errors
 from agentrl_train.types import Sampling, TaskSource, TokenSequence
 
 EPISODES = 16

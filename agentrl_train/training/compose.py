@@ -50,6 +50,7 @@ from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.sinks import traced
 from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
+from agentrl_train.template_check import check_sessions
 from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
 from agentrl_train.training.engines import make_engine, make_publisher, make_threads, threads_each, tolerance
@@ -60,6 +61,7 @@ from agentrl_train.training.evaluation import (
     evaluate,
     held_out_samples,
 )
+from agentrl_train.training.held_out import CheckpointEvaluator, Evaluator, HeldOut, require_evaluator
 from agentrl_train.training.learners import (
     as_config_errors,
     limit_memory,
@@ -70,21 +72,16 @@ from agentrl_train.training.learners import (
 from agentrl_train.training.loop import DynamicSampling, Loop
 from agentrl_train.training.observer import Observer
 from agentrl_train.training.run import (
-    CheckpointEvaluator,
-    Evaluator,
     FailureLog,
-    HeldOut,
     Outcome,
     Policy,
     Run,
     ServedPolicy,
     make_log,
-    require_evaluator,
     resumption,
     run_until_rank_lost,
 )
 from agentrl_train.training.step_trainer import StepTrainer, engine_asleep
-from agentrl_train.training.template_check import check_sessions
 from agentrl_train.types import UNTRACED, Sampling, SamplingParams, Trace, TrajectoryGroup
 from agentrl_train.weights import DriftCheck
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,38 +21,26 @@ from agentrl_env.types import Message
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config.sections import CheckpointSection, MetricsSection, RunSection
 from agentrl_train.critics.networks import Critic
-from agentrl_train.errors import ConfigError, EngineError, WeightMismatch
+from agentrl_train.errors import EngineError
 from agentrl_train.learner import Learner
 from agentrl_train.report.page import write_report
 from agentrl_train.storage.atomic_io import append_lines, run_folder_errors
-from agentrl_train.storage.checkpoint import (
-    Checkpoint,
-    InModelFolder,
-    best_success,
-    is_intact,
-    keep_best,
-    save_checkpoint,
-)
-from agentrl_train.storage.checkpoint import steps as checkpoint_steps
+from agentrl_train.storage.checkpoint import Checkpoint
 from agentrl_train.telemetry.diagnosis import Diagnosis
-from agentrl_train.telemetry.metrics import MetricsLog, evaluation_name
+from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.progress import Progress
 from agentrl_train.telemetry.sinks import open_sinks
 from agentrl_train.telemetry.throughput import Throughput, copy_bytes_per_s
 from agentrl_train.telemetry.watchdog import in_thread
+from agentrl_train.template_check import Prompt, describe_completions
 from agentrl_train.training.admission import AdmittedGroup
+from agentrl_train.training.checkpoints import WRITE_TIMEOUT_S, CheckpointWriter
 from agentrl_train.training.curriculum import Curriculum
-from agentrl_train.training.evaluation import (
-    Evaluation,
-    EvaluationJournal,
-    Evaluations,
-    forget_later,
-    step_folder,
-)
+from agentrl_train.training.evaluation import Evaluations
+from agentrl_train.training.held_out import HeldOut, HeldOutEvaluations, require_evaluator
 from agentrl_train.training.loop import Loop
 from agentrl_train.training.observer import Observer
 from agentrl_train.training.step_trainer import TRACK, StepTrainer, by_task
-from agentrl_train.training.template_check import Prompt, describe_completions
 from agentrl_train.types import UNTRACED, Completion, RunningEngine, SamplingParams, Step, Trace, Trajectory
 from agentrl_train.weights import DriftCheck, Publisher
 
@@ -60,15 +48,8 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time for a run to end after a rank is lost."""
-WRITE_TIMEOUT_S = 1800.0
-"""Deadline for writing one checkpoint."""
 PROBES = 3
 """Attempts to get the first completion of the engine."""
-
-Evaluator = Callable[..., Awaitable[dict[str, Evaluation]]]
-"""Evaluates a policy; a ``journal`` keeps the episodes."""
-CheckpointEvaluator = Callable[[Path, int, EvaluationJournal], Awaitable[dict[str, Evaluation]]]
-"""Evaluates the model in a folder alongside training, and reports it for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,22 +114,6 @@ class FailureLog:
             append_lines(self._folder / "failures.jsonl", [json.dumps(line)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """Evaluations on held-out samples during a run."""
-
-    current: Evaluator | None = None
-    """Evaluates the current policy while training waits. None disables it."""
-    saved: CheckpointEvaluator | None = None
-    """Evaluates checkpoints alongside training. ``current`` is then used only at the end of the run."""
-    every: int = 0
-    """Steps between two evaluations. 0 evaluates only at the start and the end."""
-    label: str
-    """Digest of everything that affects the results, except the step."""
-    on: Callable[..., Evaluator | None]
-    """Returns the evaluation on another number of ``samples`` per task."""
-
-
 class Run:
     """Consumes the steps of a loop: trains, evaluates, and writes checkpoints, metrics and the report."""
 
@@ -180,17 +145,11 @@ class Run:
         self._failures = failures
         self._curriculum = curriculum
         self._held_out = held_out
-        self._checkpoints = checkpoints
-        self._evaluating: asyncio.Task[None] | None = None
-        self._unevaluated: set[int] = set()
-        """Steps of checkpoints whose evaluation is not recorded yet."""
+        self._checkpoints_every = checkpoints.every
         self._fresh = resumed is None
-        self._saved_step = resumed.step if resumed else -1
-        self._best = best_success(self._folder) if resumed else -1.0
         self._interrupted = asyncio.Event()
         self._weights = asyncio.Lock()  # callbacks of concurrent evaluations can evaluate and save
         self._trained = loop.window.steps
-        self._writing: asyncio.Task[None] | None = None
         state = resumed.loop if resumed else {}
         self._seconds_before = float(state.get("seconds", 0.0))
         self._trained_tokens = int(state.get("trained_tokens", 0))
@@ -202,8 +161,28 @@ class Run:
             hidden={prompt.task for prompt in policy.prompts if prompt.hidden},
         )
         self._started = time.monotonic()
-        self._evaluations = run.path / "evaluations"
-        forget_later(self._evaluations, last=resumed.step if resumed else 0)
+        self._checkpoints = CheckpointWriter(
+            checkpoints,
+            folder=run.path,
+            loop=loop,
+            trainer=trainer,
+            tokenizer=policy.tokenizer,
+            publisher=policy.publisher,
+            state=self._state,
+            last=resumed.step if resumed else None,
+            trace=trace,
+        )
+        self._evaluations = HeldOutEvaluations(
+            held_out,
+            folder=run.path,
+            last_step=resumed.step if resumed else 0,
+            is_due=self._due,
+            checkpoints=self._checkpoints,
+            log=log,
+            on_recorded=self._receive_evaluation,
+            interrupted=self._interrupted,
+            trace=trace,
+        )
         device = str(policy.learner.device)
         self._throughput = Throughput(policy.engine.statistics, copy_bytes_per_s=copy_bytes_per_s(device))
         if resumed:
@@ -227,14 +206,7 @@ class Run:
 
     async def save(self, folder: Path) -> None:
         """Write the current policy between two steps, as the folder ``model`` of a checkpoint."""
-        await self._wait_for_checkpoint()
-        learner, tokenizer = self._policy.learner, self._policy.tokenizer
-
-        def write() -> None:
-            learner.snapshot().write(folder)
-            InModelFolder(pretrained=tokenizer).write(folder)
-
-        await in_thread(write, within_s=WRITE_TIMEOUT_S, doing=f"writing the policy to {folder}")
+        await self._checkpoints.export(self._policy.learner, folder)
 
     async def run(self) -> Outcome:
         """Run to the end, or until ``stop`` is called."""
@@ -242,12 +214,10 @@ class Run:
         try:
             return await self._run()
         finally:
-            if self._evaluating is not None:
-                self._evaluating.cancel()
-                await asyncio.gather(self._evaluating, return_exceptions=True)
+            await self._evaluations.cancel()
             # A checkpoint in progress is finished in any case.
-            await asyncio.gather(self._wait_for_checkpoint(), return_exceptions=True)
-            await self._wait_for_checkpoint()
+            await asyncio.gather(self._checkpoints.wait(), return_exceptions=True)
+            await self._checkpoints.wait()
 
     async def _run(self) -> Outcome:
         """Verify the weights, evaluate, train, evaluate again, and write summary and report."""
@@ -259,26 +229,28 @@ class Run:
         if self._fresh:
             for line in await describe_completions(policy.chat, policy.engine, policy.prompts):
                 self._log.note(line)
-            if not await self._evaluate_step(0):
+            if not await self._evaluations.evaluate_step(0):
                 return Outcome(folder=self._folder, step=0, summary=None)
-            await self._checkpoint(step=0)
-            await self._wait_for_checkpoint()  # no group can be resumed without it
+            await self._checkpoints.save(step=0)
+            await self._checkpoints.wait()  # no group can be resumed without it
         else:
-            await self._repeat_evaluations(self._loop.window.steps)
+            await self._evaluations.repeat_missing(self._loop.window.steps)
         self._throughput.begin()
         async with aclosing(self._loop.steps()) as steps:
             async for taken in steps:
                 await self._train_step(taken)
         step = self._loop.window.steps
-        await self._checkpoint(step=step)
-        await self._wait_for_checkpoint()
+        await self._checkpoints.save(step=step)
+        await self._checkpoints.wait()
         summary = None if self._interrupted.is_set() else await self._summarize()
         report = partial(write_report, self._folder)
         await in_thread(report, within_s=WRITE_TIMEOUT_S, doing="writing the report")
         return Outcome(folder=self._folder, step=step, summary=summary)
 
     async def _summarize(self) -> Mapping[str, Any] | None:
-        if not (await self._finish_evaluation() and await self._evaluate("after")):
+        if not await self._evaluations.finish():
+            return None
+        if not await self._evaluations.evaluate("after", step=self._loop.window.steps):
             return None
         return self._log.write_summary(
             seconds=self._elapsed(),
@@ -290,8 +262,7 @@ class Run:
     async def _train_step(self, step: Step) -> None:
         """Train one step, log it, and run a checkpoint or evaluation if due."""
         number, started = step.next_version, time.monotonic()
-        if self._evaluating is not None and self._evaluating.done():
-            self._evaluating.result()
+        self._evaluations.raise_error()
         with self._trace.span(TRACK, f"step {number}", groups=[group.group_id for group in step.groups]):
             train = partial(self._trainer.step, step)
             async with self._weights:
@@ -327,183 +298,36 @@ class Run:
         mixer = self._loop.window.mixer
         for group in step.groups:
             mixer.count(group.task, sum(t.num_sampled_tokens for t in group.trajectories))
-        if self._due(number, self._checkpoints.every):
+        if self._due(number, self._checkpoints_every):
             # The state must be on disk before the draws that depend on it. That is the case once the next
             # checkpoint begins, and at most two intervals of groups are drawn until then.
-            mixer.rebalance(after=2 * self._checkpoints.every * len(step.groups))
-            await self._checkpoint(step=number)
+            mixer.rebalance(after=2 * self._checkpoints_every * len(step.groups))
+            await self._checkpoints.save(step=number)
         if self._policy.publisher.is_refresh(number):
-            await self._checkpoint(step=number)  # has the weights of the stale policy
+            await self._checkpoints.save(step=number)  # has the weights of the stale policy
         if self._due(number, self._held_out.every):
-            await self._evaluate_step(number)
+            await self._evaluations.evaluate_step(number)
             self._throughput.begin()
         await self._observer.finished(step)
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self._run_section.steps
 
-    async def _checkpoint(self, *, step: int) -> None:
-        """Save the run at a step boundary; everything but the copy happens in the background.
+    def _state(self) -> Mapping[str, Any]:
+        """Return the entries of a checkpoint's state that the loop does not have."""
+        return {
+            "policy_version": self._loop.trained_version,
+            "seconds": self._elapsed(),
+            "trained_tokens": self._trained_tokens,
+            "failed_episodes": self._failures.episodes,
+            "curriculum": self._curriculum.state(),
+        }
 
-        The state of the loop is taken right after the copy; parameters do not change meanwhile, because
-        training waits.
-        """
-        if step == self._saved_step:
-            return
-        await self._wait_for_checkpoint()
-        self._saved_step = step
-        copy, doing = self._trainer.snapshots, f"copying the parameters of step {step}"
-        snapshots = await in_thread(copy, within_s=WRITE_TIMEOUT_S, doing=doing)
-        window, untrained = await self._loop.cut_journal(step)
-        folder, keep = self._folder / "checkpoints", self._checkpoints.keep
-        kept = sorted({step, *(old for old in checkpoint_steps(folder) if old < step)})[-keep:]
-        write = partial(
-            save_checkpoint,
-            folder,
-            step=step,
-            parts=(*snapshots, InModelFolder(pretrained=self._policy.tokenizer)),
-            loop={
-                "step": step,
-                "policy_version": self._loop.trained_version,
-                "window": window,
-                "seconds": self._elapsed(),
-                "trained_tokens": self._trained_tokens,
-                "failed_episodes": self._failures.episodes,
-                "curriculum": self._curriculum.state(),
-            },
-            groups=untrained,
-            keep=keep,
-            pinned=self._unevaluated | self._policy.publisher.refreshes(kept),
-        )
-        self._writing = asyncio.create_task(self._write(write, step=step))
-
-    async def _write(self, write: Callable[[], int], *, step: int) -> None:
-        with self._trace.span("trainer/checkpoints", f"checkpoint {step}"):
-            doing = f"writing the checkpoint of step {step}"
-            self._loop.prune_journal(await in_thread(write, within_s=WRITE_TIMEOUT_S, doing=doing))
-
-    async def _wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint in progress; raises its error."""
-        if (writing := self._writing) is not None:
-            self._writing = None
-            await writing
-
-    async def _evaluate_step(self, step: int) -> bool:
-        """Evaluate at a step boundary, or start to evaluate alongside training. False if interrupted."""
-        if self._held_out.saved is None:
-            return await self._evaluate(evaluation_name(step))
-        self._unevaluated.add(step)
-        await self._checkpoint(step=step)
-        if not await self._finish_evaluation():  # one at a time
-            return False
-        self._begin_evaluating(self._held_out.saved)
-        return True
-
-    def _begin_evaluating(self, evaluate: CheckpointEvaluator) -> None:
-        self._evaluating = asyncio.create_task(self._evaluate_checkpoints(evaluate, written=self._writing))
-
-    async def _evaluate_checkpoints(
-        self, evaluate: CheckpointEvaluator, *, written: asyncio.Task[None] | None
-    ) -> None:
-        """Evaluate the remaining checkpoints alongside training, once they are ``written``."""
-        if written is not None:
-            await asyncio.shield(written)
-        for step in sorted(self._unevaluated):
-            name = evaluation_name(step)
-            with self._trace.span("trainer/evaluations", f"evaluation {name}"):
-                model_folder = self._folder / "checkpoints" / f"step_{step:06d}" / "model"
-                with self._evaluation_journal(name, step) as journal:
-                    results = await evaluate(model_folder, step, journal)
-            await self._record_evaluation(name, results, step=step)
-            self._unevaluated.discard(step)
-
-    async def _finish_evaluation(self) -> bool:
-        """Wait for the evaluation alongside training. Return False if interrupted."""
-        return self._evaluating is None or await self._unless_interrupted(self._evaluating)
-
-    async def _repeat_evaluations(self, step: int) -> None:
-        """Run the missing evaluations of a resumed run: of its step, or of all checkpoints if concurrent."""
-        folder, every = self._folder / "checkpoints", self._held_out.every
-        missing = [
-            one
-            for one in ([step] if self._held_out.saved is None else checkpoint_steps(folder))
-            if one <= step
-            and (one == 0 or self._due(one, every))
-            and not self._log.has_evaluation(evaluation_name(one))
-        ]
-        if self._held_out.saved is not None:
-            self._unevaluated = {one for one in missing if is_intact(folder, one)}
-            self._begin_evaluating(self._held_out.saved)
-        elif missing:
-            await self._evaluate(evaluation_name(step))
-
-    async def _evaluate(self, name: str) -> bool:
-        """Evaluate the current policy while training waits; return False if interrupted."""
-        if self._held_out.current is None:
-            return True
-        step = self._loop.window.steps
-        with (
-            self._trace.span(TRACK, f"evaluation {name}"),
-            self._evaluation_journal(name, step) as journal,
-        ):
-            evaluation = asyncio.ensure_future(self._held_out.current(journal=journal))
-            if not await self._unless_interrupted(evaluation):
-                return False
-        await self._record_evaluation(name, evaluation.result(), step=step)
-        return True
-
-    def _evaluation_journal(self, name: str, step: int) -> EvaluationJournal:
-        """Return the journal of an evaluation, with its episodes so far if it was interrupted."""
-        return EvaluationJournal(
-            step_folder(self._evaluations, step),
-            model=f"step {step} of {self._held_out.label}",
-            replace=True,
-            show=partial(self._log.evaluating, name),
-        )
-
-    async def _unless_interrupted(self, work: asyncio.Future[Any]) -> bool:
-        """Wait for work and raise its error; cancel it and return False if the run is interrupted first."""
-        interruption = asyncio.create_task(self._interrupted.wait())
-        try:
-            await asyncio.wait((work, interruption), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            return work.done()
-        finally:
-            interruption.cancel()
-            work.cancel()
-            await asyncio.gather(work, interruption, return_exceptions=True)
-
-    async def _record_evaluation(self, name: str, results: Mapping[str, Evaluation], *, step: int) -> None:
-        """Record an evaluation of the weights of a step, and keep their model if it is the best so far.
-
-        Raises:
-            WeightMismatch: the evaluation was sampled with other weights.
-        """
-        if others := set[int]().union(*(result.versions for result in results.values())) - {step}:
-            raise WeightMismatch(f"an evaluation of version {step} was sampled with version {min(others)}")
-        # Keep the model before recording: a run that is killed in between evaluates again.
-        await self._keep_best(sum(result.success for result in results.values()) / len(results), step=step)
-        self._log.log_evaluation(
-            name,
-            policy_version=step,
-            results={task: result.trajectories for task, result in results.items()},
-            greedy={task: result.greedy for task, result in results.items()},
-        )
-        self._diagnosis.compare({task: (one.success, *one.interval) for task, one in results.items()})
+    async def _receive_evaluation(self, evaluations: Evaluations) -> None:
+        tasks = evaluations.tasks.items()
+        self._diagnosis.compare({task: (one.success, *one.interval) for task, one in tasks})
         async with self._weights:
-            await self._observer.evaluated(Evaluations(step=step, tasks=results))
-
-    async def _keep_best(self, success: float, *, step: int) -> None:
-        """Keep the model of a step if its success is the best; write a checkpoint if the step has none."""
-        if not self._checkpoints.best or success <= self._best:
-            return
-        self._best = success
-        if step not in self._unevaluated:
-            await self._checkpoint(step=step)
-            await self._wait_for_checkpoint()
-        keep = partial(keep_best, self._folder, step=step, success=success)
-        await in_thread(keep, within_s=WRITE_TIMEOUT_S, doing="keeping the best model")
+            await self._observer.evaluated(evaluations)
 
     async def _probe(self, version: int) -> None:
         """Compare one short completion of the engine with the trainer before the first episode."""
@@ -561,17 +385,6 @@ def _with_metrics(step: Step, metrics: Mapping[str, float], tasks: Mapping[str, 
         "success": fmean(episode.success for episode in episodes),
     }
     return replace(step, metrics={**metrics, **means}, tasks=tasks)
-
-
-def require_evaluator(evaluator: Evaluator | None) -> Evaluator:
-    """Return an evaluator.
-
-    Raises:
-        ConfigError: there is none, because the number of samples is 0.
-    """
-    if evaluator is None:
-        raise ConfigError("eval.samples is 0, so there is nothing to evaluate: raise it")
-    return evaluator
 
 
 def make_log(

@@ -30,7 +30,7 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import TrainSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
-from agentrl_train.training.sft import expert_sequences, train_sft
+from agentrl_train.sft import expert_sequences, train_sft
 from agentrl_train.types import TaskSource
 
 HERE = Path(__file__).parent

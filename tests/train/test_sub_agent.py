@@ -20,7 +20,7 @@ from agentrl_train.report.episodes import episode_html
 from agentrl_train.storage.journal import decode_group, encode_group
 from agentrl_train.sub_agent import LAST_TURN, NO_REPORT, divide_calls, merge_answers, planner_tools
 from agentrl_train.telemetry.metrics import readable
-from agentrl_train.training.template_check import check_sessions
+from agentrl_train.template_check import check_sessions
 from agentrl_train.types import EpisodeEnd, Sampling, TaskSource, Trajectory, TrajectoryGroup
 from tests.train.fakes import CHAT, ScriptedEngine, make_actor
 from tests.train.test_algorithm import plain_config, refusal

@@ -22,10 +22,10 @@ from agentrl_train.chat import ChatFormat
 from agentrl_train.config import SubAgentSection, TrainSection
 from agentrl_train.learner import Learner
 from agentrl_train.loss import Loss, sft_loss
+from agentrl_train.sft import train_sft
 from agentrl_train.sub_agent import planner_tools, worker_opening, worker_tools
 from agentrl_train.sweep.plan import load_sweep
 from agentrl_train.sweep.statistics import share_interval
-from agentrl_train.training.sft import train_sft
 from agentrl_train.types import TokenSequence
 from examples.quickstart.starter import new_model, new_tokenizer
 from tests.benchmarks.paper.tasks import Rooms

@@ -20,14 +20,14 @@ from agentrl_train.cli.evaluating import evaluate_and_record
 from agentrl_train.config import RunConfig
 from agentrl_train.errors import ConfigError
 from agentrl_train.learner.lora import is_adapter
+from agentrl_train.sft import expert_sequences
 from agentrl_train.storage.checkpoint import InModelFolder, save_checkpoint
 from agentrl_train.training.evaluation import EvaluationJournal, Evaluations
-from agentrl_train.training.sft import expert_sequences
 from agentrl_train.training.trainer import Trainer
 from agentrl_train.types import TokenSequence
 from tests.tiny_models import make_model, make_tokenizer
 from tests.train.fakes import CHAT, Countdown
-from tests.train.training.test_sft import SOURCES
+from tests.train.test_sft import SOURCES
 
 ROOT = Path(__file__).parents[3]
 

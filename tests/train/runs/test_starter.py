@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl_env import EnvClient, Message, ToolCall
 from agentrl_train.chat import ChatFormat
-from agentrl_train.training.sft import expert_sequence
+from agentrl_train.sft import expert_sequence
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 TASKS = ("household", "shop", "sql")

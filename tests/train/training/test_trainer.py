@@ -87,7 +87,7 @@ def test_run_whose_first_checkpoint_cannot_be_written_trains_no_step_and_can_be_
         raise RunFolderError(f"The disk of {folder} is full; free some space, then continue with --resume.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("agentrl_train.training.run.save_checkpoint", full)
+        patch.setattr("agentrl_train.training.checkpoints.save_checkpoint", full)
         with pytest.raises(RunFolderError, match="is full"):
             make(steps=1).train()
     trainer = make(steps=1, resume=True)

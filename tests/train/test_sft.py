@@ -7,7 +7,7 @@ from agentrl_env.errors import AgentRLError
 from agentrl_train.chat import ChatFormat
 from agentrl_train.cli.commands import expert_warnings
 from agentrl_train.errors import ConfigError
-from agentrl_train.training.sft import ExpertEpisodes, expert_sequences, longest_turn
+from agentrl_train.sft import ExpertEpisodes, expert_sequences, longest_turn
 from agentrl_train.types import TaskSource, TokenSequence
 from tests.tiny_models import make_tokenizer
 from tests.train.fakes import Countdown

@@ -15,8 +15,8 @@ from agentrl_train.config import AlgorithmSection, ModelSection, RolloutSection,
 from agentrl_train.errors import ConfigError, EngineError
 from agentrl_train.models.loading import chat_format
 from agentrl_train.telemetry.diagnosis import Diagnosis, cut_turns_warnings, no_calls_warning
+from agentrl_train.template_check import check_format, check_sessions, describe_completions
 from agentrl_train.tool_calls import PARSERS
-from agentrl_train.training.template_check import check_format, check_sessions, describe_completions
 from agentrl_train.types import Sampling, Step, TaskSource, TrajectoryGroup
 from tests.tiny_models import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.train.fakes import EPISODE, Countdown, ScriptedEngine
@@ -270,7 +270,7 @@ def test_unknown_parser_is_refused_with_the_choices() -> None:
 
 
 def test_every_parser_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs/how-to/chat-formats.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/chat-formats.md").read_text()
     assert [name for name in PARSERS if f"`{name}`" not in page] == []
 
 

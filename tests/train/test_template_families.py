@@ -22,8 +22,8 @@ from agentrl_train.actor import Actor, Episode
 from agentrl_train.chat import ChatFormat
 from agentrl_train.config import RolloutSection
 from agentrl_train.errors import ConfigError
+from agentrl_train.template_check import check_format
 from agentrl_train.tool_calls import PARSERS
-from agentrl_train.training.template_check import check_format
 from agentrl_train.types import EpisodeEnd, Sampling, Trajectory
 from tests.train.fakes import ScriptedEngine
 from tests.train.families import (
