@@ -32,7 +32,7 @@ CheckpointEvaluator = Callable[[Path, int, EvaluationJournal], Awaitable[dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """How a run is evaluated on held-out samples."""
+    """The evaluators of a run on held-out samples, and their interval."""
 
     current: Evaluator | None = None
     """Evaluates the current policy while training waits. None disables it."""
@@ -50,10 +50,10 @@ class HeldOutEvaluations:
     """Runs the held-out evaluations of a run, records them, and keeps the best model.
 
     Args:
-        held_out: how and when the run is evaluated.
+        held_out: evaluators and their interval.
         folder: folder of the run.
         last_step: step of the checkpoint that the run resumed, or 0. Later evaluations are forgotten.
-        is_due: returns True if something that happens ``every`` so many steps happens at a step.
+        is_due: takes a step and an interval, and returns True if the interval ends at this step.
         checkpoints: writes the checkpoints to evaluate.
         log: records the results.
         on_recorded: receives each evaluation once it is recorded.

@@ -311,6 +311,7 @@ class Run:
         await self._observer.finished(step)
 
     def _due(self, step: int, every: int) -> bool:
+        """Return True if an interval of ``every`` steps ends at a step before the last."""
         return every > 0 and step % every == 0 and step < self._run_section.steps
 
     def _state(self) -> Mapping[str, Any]:
