@@ -166,10 +166,8 @@ def imported(name: str) -> Any:
         ConfigError: the function cannot be imported.
     """
     source, _, function = name.rpartition(":")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.append(folder)
     try:
-        module = _module(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = _module(Path(source)) if source.endswith(".py") else _import(source)
     except AUTHOR_ERRORS as error:
         raise ConfigError(f"the function {name} cannot be imported: {described(error)}") from error
     try:
@@ -187,6 +185,12 @@ def described(error: BaseException, function: Callable[..., Any] | None = None) 
     while step is not None and step.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         step = step.tb_next
     return describe(error.with_traceback(step), function)
+
+
+def _import(name: str) -> Any:
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def _module(path: Path) -> Any:

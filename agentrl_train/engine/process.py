@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from agentrl_train.engine.options import ServingOptions
 from agentrl_train.engine.rpc import Frame, receive, send
 from agentrl_train.errors import ConstraintError, EngineError
+from agentrl_train.telemetry.watchdog import searches_working_directory
 
 STOP_S = 10.0
 """Grace period for an engine to exit."""
@@ -111,7 +112,6 @@ class EngineProcess:
             self._process = subprocess.Popen(  # noqa: ASYNC220 (returns as soon as it has started)
                 [
                     self._python,
-                    "-P",  # a module of the working directory must not replace one of Python's
                     "-m",
                     self._options.module,
                     str(theirs.fileno()),
@@ -218,9 +218,13 @@ class EngineProcess:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment without the rendezvous variables of torch.distributed."""
+    """Return the environment without the rendezvous variables of torch.distributed.
+
+    The engine and its children, such as those of vLLM, import modules from the same places as this process.
+    """
     rendezvous = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-    return {name: value for name, value in os.environ.items() if not rendezvous.fullmatch(name)}
+    own = {name: value for name, value in os.environ.items() if not rendezvous.fullmatch(name)}
+    return own if searches_working_directory() else own | {"PYTHONSAFEPATH": "1"}
 
 
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:

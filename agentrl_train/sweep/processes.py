@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from agentrl_train.errors import ConfigError
 from agentrl_train.storage.atomic_io import run_folder_errors, write_file
 from agentrl_train.storage.run_dir import CONFIG
 from agentrl_train.sweep.plan import PlannedRun, Sweep
-from agentrl_train.telemetry.watchdog import die_with_parent
+from agentrl_train.telemetry.watchdog import die_with_parent, same_python
 
 POLL_INTERVAL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -123,7 +122,7 @@ def _start(run: PlannedRun) -> _Child:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         write_file(run.file, run.config.to_toml().encode())
         resume = ["--resume"] if run.folder.exists() else []
-        command = [sys.executable, "-P", "-m", "agentrl_train", "run", str(run.file), *resume]
+        command = [*same_python(), "-m", "agentrl_train", "run", str(run.file), *resume]
         with open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 import signal
 import sys
 import threading
@@ -197,6 +198,20 @@ async def in_thread(call: Callable[[], T], *, within_s: float | None, doing: str
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
+
+
+def searches_working_directory() -> bool:
+    """Return True if this process imports modules of the working directory first, as with ``python -m``.
+
+    Child processes must then do the same, and otherwise they must not: a random.py there would replace the
+    module of Python.
+    """
+    return sys.path[0] in ("", os.getcwd())
+
+
+def same_python() -> tuple[str, ...]:
+    """Return the command of this Python, with modules from the same places."""
+    return (sys.executable,) if searches_working_directory() else (sys.executable, "-P")
 
 
 def die_with_parent() -> None:

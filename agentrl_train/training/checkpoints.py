@@ -20,7 +20,7 @@ from agentrl_train.types import UNTRACED, Trace
 from agentrl_train.weights import Publisher
 
 WRITE_TIMEOUT_S = 1800.0
-"""Deadline for writing one checkpoint."""
+"""Deadline for copying or writing a checkpoint."""
 
 
 class CheckpointWriter:
@@ -68,8 +68,9 @@ class CheckpointWriter:
         self._trace = trace
 
     async def save(self, *, step: int) -> None:
-        """Save the run at a step boundary; everything but the copy happens in the background.
+        """Save the run at a step boundary, unless this step is the last one that was saved.
 
+        Everything but the copy happens in the background.
         The state of the loop is taken right after the copy; parameters do not change meanwhile, because
         training waits.
         """
@@ -117,7 +118,7 @@ class CheckpointWriter:
         await in_thread(keep, within_s=WRITE_TIMEOUT_S, doing="keeping the best model")
 
     async def export(self, learner: Learner, folder: Path) -> None:
-        """Write the current policy between two steps, as the folder ``model`` of a checkpoint."""
+        """Write the current policy into a folder, with the files of a checkpoint's ``model``."""
         await self.wait()
 
         def write() -> None:

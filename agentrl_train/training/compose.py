@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -49,7 +48,7 @@ from agentrl_train.storage.journal import Journal
 from agentrl_train.storage.run_dir import claim_run_dir, write_config
 from agentrl_train.telemetry.metrics import MetricsLog
 from agentrl_train.telemetry.sinks import traced
-from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread
+from agentrl_train.telemetry.watchdog import Watchdog, die_with_parent, in_thread, same_python
 from agentrl_train.template_check import check_sessions
 from agentrl_train.training.admission import make_window
 from agentrl_train.training.curriculum import Curriculum, read_changes
@@ -98,7 +97,7 @@ def processes(config: RunConfig) -> Processes:
 
 def open_launcher(config: RunConfig) -> AbstractContextManager[Launcher]:
     """Return the context of the launcher of a run; raises ``ConfigError``."""
-    command = (sys.executable, "-P", "-m", "agentrl_train", "run")
+    command = (*same_python(), "-m", "agentrl_train", "run")
     follower = Follower(command=command, config=config.to_toml(), run=partial(run_follower, config))
     return make_launcher(processes(config), follower)
 

@@ -179,7 +179,7 @@ def require_vllm(python: str) -> None:
     code = "from importlib.util import find_spec as f; print(f('vllm') and f('agentrl_train') and 1)"
     try:
         output = subprocess.run(
-            [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+            [python, "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"engine.vllm.python = {python!r} cannot be run: {error}") from error

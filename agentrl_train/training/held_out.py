@@ -53,7 +53,7 @@ class HeldOutEvaluations:
         held_out: evaluators and their interval.
         folder: folder of the run.
         last_step: step of the checkpoint that the run resumed, or 0. Later evaluations are forgotten.
-        is_due: takes a step and an interval, and returns True if the interval ends at this step.
+        is_due: takes a step and an interval; returns True if the interval ends there, before the last step.
         checkpoints: writes the checkpoints to evaluate.
         log: records the results.
         on_recorded: receives each evaluation once it is recorded.
@@ -109,7 +109,7 @@ class HeldOutEvaluations:
         return True
 
     async def repeat_missing(self, step: int) -> None:
-        """Run the missing evaluations of a resumed run: of its step, or of all checkpoints if concurrent."""
+        """Run the missing evaluation of a resumed run's step, or start those of all its checkpoints."""
         missing = [
             one
             for one in ([step] if self._held_out.saved is None else checkpoint_steps(self._saved))
@@ -124,7 +124,7 @@ class HeldOutEvaluations:
             await self.evaluate(evaluation_name(step), step=step)
 
     async def finish(self) -> bool:
-        """Wait for the evaluation alongside training. Return False if interrupted."""
+        """Wait for the evaluation alongside training. Cancel it and return False if interrupted."""
         return self._evaluating is None or await self._unless_interrupted(self._evaluating)
 
     def raise_error(self) -> None:

@@ -3,7 +3,7 @@
 A buffer is never changed: each method returns a new one. In each step, in this order::
 
     with_returns   the mean returns of the step's groups join a history, first in, first out
-    draw           earlier episodes leave the buffer, with the advantage R - quantile(history of the task)
+    draw           a few earlier episodes leave it, with the advantage R - quantile(history of the task)
     with_episodes  the step's episodes with a positive advantage join it
 
 The advantage is computed again, because the baseline of an episode is out of date once the policy is better.

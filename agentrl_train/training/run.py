@@ -315,7 +315,7 @@ class Run:
         return every > 0 and step % every == 0 and step < self._run_section.steps
 
     def _state(self) -> Mapping[str, Any]:
-        """Return the entries of a checkpoint's state that the loop does not have."""
+        """Return the state of the run for a checkpoint, except the window."""
         return {
             "policy_version": self._loop.trained_version,
             "seconds": self._elapsed(),

@@ -14,7 +14,7 @@ from agentrl_env.launch.process import ServerProcess
 from agentrl_env.sandbox import cgroups
 from agentrl_env.sandbox.bubblewrap import check_available
 from agentrl_env.sandbox.orphans import PREFIX
-from tests.processes import until
+from tests.processes import until, until_dead
 
 try:
     check_available()
@@ -132,8 +132,10 @@ async def test_failed_reset_leaves_nothing(server, client):
 
 async def test_dead_sandbox_fails_only_its_session(server, client):
     session, other = await client.open("shell"), await client.open("shell")
-    monitor = next(pid for pid in below(server.pid))
+    monitor = below(server.pid)[0]
+    sandboxed = below(monitor)
     os.kill(monitor, 9)
+    until_dead(monitor, *sandboxed)
     results = []
     for each in (session, other):
         call = ToolCall.of("shell", command="echo alive")

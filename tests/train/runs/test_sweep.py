@@ -60,14 +60,15 @@ def trained(folder: Path) -> dict[str, list[int]]:
 
 @pytest.mark.extended
 def test_killed_sweep_resumes_from_its_checkpoints_and_keeps_finished_runs(tmp_path: Path) -> None:
-    path, first = write_sweep(tmp_path), tmp_path / "tiny/grpo/seed-0"
+    path = write_sweep(tmp_path)
     process = start(path)
-    until(process, lambda: any(line["step"] >= 2 for line in steps(first)))
+    until(process, lambda: any(2 in numbers for numbers in trained(tmp_path).values()))
+    first = next(run for run, numbers in trained(tmp_path).items() if 2 in numbers)
     kill(process)
     status, output = end(start(path))
     assert status == 0, output
     assert trained(tmp_path) == {f"{p} seed-{s}": [1, 2, 3, 4, 5] for p in ("grpo", "rloo") for s in (0, 1)}
-    assert "resuming after step" in (tmp_path / "tiny/grpo/seed-0.log").read_text()
+    assert "resuming after step" in (tmp_path / "tiny" / f"{first.replace(' ', '/')}.log").read_text()
     found = results(tmp_path)
     assert (found["finished"], found["planned"]) == (4, 4)
     assert sorted(found["ranking"]) == ["grpo", "rloo"]
