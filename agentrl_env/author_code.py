@@ -31,6 +31,12 @@ _ADVICE = {
 """Advice about messages of Python that contain none."""
 
 
+def search_working_directory() -> None:
+    """Make the modules of the working directory importable, after all others."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+
+
 def describe(error: BaseException, method: Any = None) -> str:
     """Return an exception's class and text, cut to a readable length, with the author's file and line.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from agentrl_env.author_code import author_traceback, describe, innermost, place
+from agentrl_env.author_code import author_traceback, describe, innermost, place, search_working_directory
 from agentrl_env.environment import Environment, check_class
 from agentrl_env.errors import AUTHOR_ERRORS, DefinitionError, TargetError
 from agentrl_env.launch.installed import installed_task, unknown_target
@@ -125,9 +125,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
 
 
 def _load_module(name: str, target: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    search_working_directory()
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)

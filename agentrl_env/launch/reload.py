@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from agentrl_env.author_code import search_working_directory
 from agentrl_env.errors import AgentRLError, TargetError
 from agentrl_env.launch.installed import installed_task
 from agentrl_env.launch.process import ServerHandle
@@ -81,7 +82,7 @@ def _folder(target: str) -> Path:
         return path.resolve()
     if path.suffix == ".py":
         return path.resolve().parent
-    sys.path.append(str(Path.cwd()))  # as the loader does
+    search_working_directory()  # as the loader does
     try:
         module = find_spec(place)
     except (ImportError, ValueError):

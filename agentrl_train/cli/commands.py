@@ -297,7 +297,7 @@ async def _sft(config: RunConfig, *, output: Path) -> None:
 
 
 def expert_warnings(episodes: ExpertEpisodes) -> Iterator[str]:
-    """Yield a warning for each task whose expert failed or never succeeded."""
+    """Yield a warning for each task with an expert that failed or never succeeded."""
     for task, failures in episodes.failures.items():
         if failures:
             yield f"omitted {len(failures)} expert episodes of {task} that failed, first: {failures[0]}"

@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from agentrl_env.author_code import describe
+from agentrl_env.author_code import describe, search_working_directory
 from agentrl_env.errors import AUTHOR_ERRORS
 from agentrl_train.config.paths import FUNCTION, target
 from agentrl_train.config.section import Table
@@ -160,7 +160,7 @@ def with_choice(former: Any, value: Any) -> Any:
 def imported(name: str) -> Any:
     """Return the function that ``file.py:function`` or ``module:function`` names.
 
-    The module can be in the working directory, like those of tasks.
+    Modules of the working directory are found, as for tasks.
 
     Raises:
         ConfigError: the function cannot be imported.
@@ -188,8 +188,7 @@ def described(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def _import(name: str) -> Any:
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.append(folder)
+    search_working_directory()
     return importlib.import_module(name)
 
 

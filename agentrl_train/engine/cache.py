@@ -260,7 +260,7 @@ class SlotCache(Cache):
             yield self._arguments(tokens)
 
     def pages_of(self, slots: Tensor, *, begins: Tensor, lengths: Tensor, widest: int) -> Pages:
-        """Return the pages of the sequences of a pass. Those of a slot are adjacent."""
+        """Return the pages of the sequences of a pass. A slot has adjacent pages."""
         count = self._columns // PAGE
         table = slots[:, None] * count + torch.arange(count, device=slots.device)
         lengths = lengths.int()

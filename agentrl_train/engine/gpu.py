@@ -1,7 +1,7 @@
 """Passes of a GPU: a trial of attention by pages, and decode passes as CUDA graphs of compiled layers.
 
 A pass of a small model has a thousand kernels, each shorter than its launch from Python. Compiled layers have
-fewer, and a graph launches all of them at once. A graph has fixed shapes and addresses. Its rows are the
+fewer, and a graph launches them together. A graph has fixed shapes and addresses. Its rows are the
 first slots of the cache, in order, with the same number of tokens each. Slots and tokens that do not take
 part are padding, with the position ``max_context``.
 """

@@ -220,7 +220,7 @@ class EngineProcess:
 def _own_environment() -> dict[str, str]:
     """Return the environment without the rendezvous variables of torch.distributed.
 
-    The engine and its children, such as those of vLLM, import modules from the same places as this process.
+    The engine and its child processes import modules from the same places as this process.
     """
     rendezvous = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
     own = {name: value for name, value in os.environ.items() if not rendezvous.fullmatch(name)}

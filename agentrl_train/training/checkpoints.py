@@ -57,13 +57,14 @@ class CheckpointWriter:
         """The checkpoint in progress."""
         self._section = section
         self._run_folder = folder
-        self._folder = folder / "checkpoints"
+        self.folder = folder / "checkpoints"
+        """Folder of the checkpoints."""
         self._loop = loop
         self._trainer = trainer
         self._tokenizer = tokenizer
         self._publisher = publisher
         self._state = state
-        self._last = -1 if last is None else last
+        self._last = last
         self._best = -1.0 if last is None else best_success(folder)
         self._trace = trace
 
@@ -82,10 +83,10 @@ class CheckpointWriter:
         snapshots = await in_thread(copy, within_s=WRITE_TIMEOUT_S, doing=doing)
         window, untrained = await self._loop.cut_journal(step)
         keep = self._section.keep
-        kept = sorted({step, *(old for old in steps(self._folder) if old < step)})[-keep:]
+        kept = sorted({step, *(old for old in steps(self.folder) if old < step)})[-keep:]
         write = partial(
             save_checkpoint,
-            self._folder,
+            self.folder,
             step=step,
             parts=(*snapshots, InModelFolder(pretrained=self._tokenizer)),
             loop={"step": step, "window": window, **self._state()},

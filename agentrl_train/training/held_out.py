@@ -76,7 +76,6 @@ class HeldOutEvaluations:
     ) -> None:
         self._held_out = held_out
         self._folder = folder / "evaluations"
-        self._saved = folder / "checkpoints"
         self._is_due = is_due
         self._checkpoints = checkpoints
         self._log = log
@@ -110,15 +109,16 @@ class HeldOutEvaluations:
 
     async def repeat_missing(self, step: int) -> None:
         """Run the missing evaluation of a resumed run's step, or start those of all its checkpoints."""
+        folder = self._checkpoints.folder
         missing = [
             one
-            for one in ([step] if self._held_out.saved is None else checkpoint_steps(self._saved))
+            for one in ([step] if self._held_out.saved is None else checkpoint_steps(folder))
             if one <= step
             and (one == 0 or self._is_due(one, self._held_out.every))
             and not self._log.has_evaluation(evaluation_name(one))
         ]
         if self._held_out.saved is not None:
-            self._checkpoints.pinned = {one for one in missing if is_intact(self._saved, one)}
+            self._checkpoints.pinned = {one for one in missing if is_intact(folder, one)}
             self._begin(self._held_out.saved)
         elif missing:
             await self.evaluate(evaluation_name(step), step=step)
@@ -151,7 +151,7 @@ class HeldOutEvaluations:
         for step in sorted(self._checkpoints.pinned):
             name = evaluation_name(step)
             with self._trace.span("trainer/evaluations", f"evaluation {name}"):
-                model_folder = self._saved / f"step_{step:06d}" / "model"
+                model_folder = self._checkpoints.folder / f"step_{step:06d}" / "model"
                 with self._journal(name, step) as journal:
                     results = await evaluate(model_folder, step, journal)
             await self._record(name, results, step=step)

@@ -24,14 +24,13 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
+from agentrl_env.author_code import search_working_directory
 from agentrl_env.bridges.foreign_tools import ForeignTool, tools_of
 from agentrl_env.bridges.mcp.sdk import Request, connected, error_type, missing_sdk
 from agentrl_env.client.loop_thread import LoopThread
@@ -342,8 +341,7 @@ def _variable(found: re.Match[str]) -> str:
 def _function(path: str) -> Any:
     """Import the function at a path such as ``module:function``. Raises TargetError."""
     module, _, name = path.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    search_working_directory()
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
